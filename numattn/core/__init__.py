@@ -1,0 +1,1 @@
+"""The contract of a method, and what every method needs."""

@@ -1,0 +1,105 @@
+"""Partial: attention over a part of the keys, before it is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Partial:
+    r"""Unnormalised attention, on a scale that cannot overflow.
+
+    It stands for :math:`\sum_j w_j v_j = \mathrm{num}\, e^{\mathrm{shift}}` and
+    :math:`\sum_j w_j = \mathrm{den}\, e^{\mathrm{shift}}`. Partials over disjoint key sets merge
+    exactly. Weights may be negative; then ``mass`` carries :math:`\sum_j |w_j|` on the same scale,
+    and `cancelled` tells which rows cannot be trusted.
+
+    Attributes:
+        num: (..., N, E).
+        den: (..., N).
+        shift: (..., N); -inf where there is no weight at all.
+        mass: (..., N), or None when the weights are not negative.
+    """
+
+    num: Tensor
+    den: Tensor
+    shift: Tensor
+    mass: Tensor | None = None
+
+    @staticmethod
+    def from_logits(logits: Tensor, value: Tensor) -> Partial:
+        """Softmax weights. logits (..., N, M), consumed, -inf where forbidden; value (..., M, E)."""
+        shift = logits.detach().amax(-1)
+        weight = logits.sub_(_finite(shift)[..., None]).exp_()
+        return Partial(weight @ value, weight.sum(-1), shift)
+
+    @staticmethod
+    def from_lse(out: Tensor, lse: Tensor) -> Partial:
+        """The normalised pair (out, lse), as a partial. lse = -inf means no weight."""
+        den = torch.where(lse == -torch.inf, 0.0, torch.ones_like(lse))
+        # The differentiable part of lse lives in den: shift is only a scale.
+        shift = lse.detach()
+        den = den * (lse - _finite(shift)).exp()
+        return Partial(out * den[..., None], den, shift)
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], width: int, like: Tensor) -> Partial:
+        """The identity of `merge`: rows of this shape with no weight."""
+        den = like.new_zeros(shape)
+        return Partial(like.new_zeros((*shape, width)), den, torch.full_like(den, -torch.inf))
+
+    def merge(self, other: Partial) -> Partial:
+        """The partial over the union of two disjoint key sets."""
+        shift = torch.maximum(self.shift, other.shift)
+        a = (self.shift - _finite(shift)).exp()
+        b = (other.shift - _finite(shift)).exp()
+        mass = None
+        if self.mass is not None or other.mass is not None:
+            mine = self.den if self.mass is None else self.mass
+            theirs = other.den if other.mass is None else other.mass
+            mass = mine * a + theirs * b
+        num = self.num * a[..., None] + other.num * b[..., None]
+        return Partial(num, self.den * a + other.den * b, shift, mass)
+
+    def scale(self, log_weight: Tensor | float) -> Partial:
+        """Multiply every weight by exp(log_weight), given per row: counts, importance weights."""
+        a = log_weight if isinstance(log_weight, Tensor) else torch.as_tensor(log_weight)
+        shift = a.detach().to(self.shift)
+        rest = (a - a.detach()).exp().to(self.den)  # 1, and carries the gradient of log_weight
+        mass = None if self.mass is None else self.mass * rest
+        return Partial(self.num * rest[..., None], self.den * rest, self.shift + shift, mass)
+
+    def finalize(self) -> tuple[Tensor, Tensor]:
+        """Divide: (out, lse). Rows without weight give zeros and -inf.
+
+        Denominators are divided by as they are; a negative one gives lse = NaN. `cancelled` finds
+        rows whose weights cancel.
+        """
+        none = self.den == 0
+        den = torch.where(none, 1.0, self.den)
+        out = self.num / den[..., None]
+        return out, torch.where(none, -torch.inf, _finite(self.shift) + den.log())
+
+    def out(self) -> Tensor:
+        """The output alone, (..., N, E)."""
+        return self.num / torch.where(self.den == 0, 1.0, self.den)[..., None]
+
+    def cancelled(self, tolerance: float | None = None) -> Tensor:
+        """bool (..., N): rows with den <= tolerance * sum of |w|, whose quotient is rounding noise.
+
+        Args:
+            tolerance: By default 1e-6 in float32 and 1e-13 in float64.
+        """
+        if self.mass is None:
+            return torch.zeros_like(self.den, dtype=torch.bool)
+        if tolerance is None:
+            tolerance = 1e-13 if self.den.dtype == torch.float64 else 1e-6
+        return (self.den <= tolerance * self.mass) & (self.mass > 0)
+
+
+def _finite(shift: Tensor) -> Tensor:
+    """A shift that may be subtracted: -inf (no weight at all) becomes 0."""
+    return torch.where(shift == -torch.inf, 0.0, shift)

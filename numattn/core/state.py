@@ -1,0 +1,80 @@
+"""State: what decoding keeps, and attention from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class State(ABC):
+    """What one method keeps of the tokens seen so far.
+
+    One decoding step is ``append(k, v)`` followed by ``attend(q)``.
+    """
+
+    @abstractmethod
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Take in tokens: key (B, Hk, n, D), value (B, Hk, n, E)."""
+
+    @abstractmethod
+    def attend(self, query: Tensor) -> Tensor:
+        """Attend from (B, H, n, D) to every token taken in; returns (B, H, n, E)."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that are kept, without room held in reserve."""
+
+
+class Buffer:
+    """A growing (B, H, N, D) tensor; appending costs amortised O(n)."""
+
+    def __init__(self, first: Tensor) -> None:
+        self._data = first
+        self._length = first.shape[2]
+
+    def append(self, x: Tensor) -> None:
+        """Add tokens at the end."""
+        need = self._length + x.shape[2]
+        if need > self._data.shape[2]:
+            room = x.new_empty((*x.shape[:2], max(2 * self._data.shape[2], need), x.shape[3]))
+            room[:, :, : self._length] = self.tensor
+            self._data = room
+        self._data[:, :, self._length : need] = x
+        self._length = need
+
+    @property
+    def tensor(self) -> Tensor:
+        """Everything appended so far."""
+        return self._data[:, :, : self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens kept."""
+        return self.tensor.numel() * self._data.element_size()
+
+
+class KeysState(State):
+    """Keeps every key and value; attends by calling the method on them."""
+
+    def __init__(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], key: Tensor, value: Tensor
+    ) -> None:
+        self._attend = attend
+        self._keys = Buffer(key.detach())
+        self._values = Buffer(value.detach())
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        self._keys.append(key)
+        self._values.append(value)
+
+    @torch.no_grad()
+    def attend(self, query: Tensor) -> Tensor:
+        return self._attend(query, self._keys.tensor, self._values.tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes

@@ -1,0 +1,214 @@
+r"""Feature-map attention: whole, causal in chunks, and one step at a time.
+
+.. math:: o_i = \frac{\sum_j \left(\sum_r \phi_r(q_i)\, \psi_r(k_j)\right) v_j}
+                     {\sum_j \sum_r \phi_r(q_i)\, \psi_r(k_j)}
+
+Three operations make every form. `write` sums keys and values into slots, one per feature; `read`
+attends from queries to the slots; `within` is what a causal chunk adds among its own tokens.
+Slots are a `Partial` whose rows are features, so they merge, and decoding keeps nothing else.
+
+Features come as functions of a tile of tokens, so an N x m tensor need not exist. With ``log=True``
+they return log-features: then nothing overflows, underflows or needs an epsilon, whatever the
+scale of the features, and a causal row depends on no later token, not even through a stabiliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from numattn.core.inputs import compute_dtype, fold, unfold
+from numattn.core.linalg import log_matmul_exp
+from numattn.core.masks import visible
+from numattn.core.partial import Partial
+from numattn.core.state import State
+from numattn.engines.tiles import recompute, spans, tile_elements
+
+Feature = Callable[[Tensor], Tensor]  # (B, H, n, D) -> (B, H, n, m)
+
+CHUNK = 128  # positions of a causal chunk
+
+
+def write(psi: Tensor, v: Tensor, padding: Tensor | None, log: bool) -> Partial:
+    """Sum tokens into slots: features (B, H, n, m), values (B, H, n, E) -> rows are features.
+
+    padding: bool (B or 1, 1, n), True = exists.
+    """
+    if padding is not None:
+        psi = psi.masked_fill(~padding[..., None], -torch.inf if log else 0.0)
+    if not log:
+        return Partial(psi.mT @ v, psi.sum(-2), torch.zeros_like(psi[..., 0, :]))
+    shift = psi.detach().amax(-2)
+    weight = (psi - torch.where(shift == -torch.inf, 0.0, shift)[..., None, :]).exp_()
+    return Partial(weight.mT @ v, weight.sum(-2), shift)
+
+
+def read(phi: Tensor, slots: Partial, log: bool) -> Partial:
+    """Attend from queries with features (B, H, n, m) to slots."""
+    if not log:
+        den = (phi @ slots.den[..., None])[..., 0]
+        return Partial(phi @ slots.num, den, torch.zeros_like(den))
+    mean, mass = slots.finalize()
+    return Partial.from_logits(phi + mass[..., None, :], mean)
+
+
+def within(
+    phi: Tensor, psi: Tensor, v: Tensor, padding: Tensor | None, group: int, log: bool
+) -> Partial:
+    """Causal attention inside one chunk; row r stands at position r // group."""
+    seen = visible(phi.shape[-2], psi.shape[-2], 0, group, phi.device)
+    allowed = seen if padding is None else seen & padding[..., None, :]
+    if not log:
+        weight = (phi @ psi.mT).masked_fill(~allowed, 0.0)
+        den = weight.sum(-1)
+        return Partial(weight @ v, den, torch.zeros_like(den))
+    logits = log_matmul_exp(phi, psi, seen).masked_fill(~allowed, -torch.inf)
+    return Partial.from_logits(logits, v)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Feature,
+    psi: Feature,
+    *,
+    log: bool,
+    is_causal: bool = False,
+    padding: Tensor | None = None,
+    group: int = 1,
+) -> Tensor:
+    """Feature-map attention.
+
+    Args:
+        q: (B, H, Nq * group, D), any rows that `phi` takes.
+        k: (B, H, Nk, D), any rows that `psi` takes.
+        v: (B, H, Nk, E).
+        phi: Features of queries, (B, H, n, D) -> (B, H, n, m).
+        psi: Features of keys, of the same m.
+        log: Whether `phi` and `psi` return logarithms of features.
+        is_causal: Row r attends to keys j <= r // group.
+        padding: bool (B or 1, 1, Nk), True = exists.
+        group: Rows per position.
+
+    Returns:
+        (B, H, Nq * group, E); zeros where there is nothing to attend to.
+
+    Cost: 4 N m E operations per head and the features; causal, 2 N CHUNK (m + E) more. Working
+    memory is that of one tile of tokens; backward keeps the slots before each tile.
+    """
+    if is_causal:
+        return _causal(q, k, v, phi, psi, log, padding, group)
+    slots = collect(k, v, psi, log=log, padding=padding)
+    return attend(q, slots, phi, log=log)
+
+
+def collect(
+    k: Tensor, v: Tensor, psi: Feature, *, log: bool, padding: Tensor | None = None
+) -> Partial:
+    """Write all keys into slots, tile by tile."""
+
+    def step(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        part = write(psi(k), v, padding, log)
+        return part.num, part.den, part.shift
+
+    slots: Partial | None = None
+    for s0, s1 in spans(k.shape[2], _tile_rows(k)):
+        mask = None if padding is None else padding[..., s0:s1]
+        part = Partial(*recompute(step, k[:, :, s0:s1], v[:, :, s0:s1], mask))
+        slots = part if slots is None else slots.merge(part)
+    assert slots is not None  # callers return early on empty inputs
+    return slots
+
+
+def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
+    """Read the slots from all queries, tile by tile."""
+
+    def step(q: Tensor, num: Tensor, den: Tensor, shift: Tensor) -> Tensor:
+        return read(phi(q), Partial(num, den, shift), log).out()
+
+    return torch.cat(
+        [
+            recompute(step, q[:, :, s0:s1], slots.num, slots.den, slots.shift)
+            for s0, s1 in spans(q.shape[2], _tile_rows(q))
+        ],
+        2,
+    )
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: Feature,
+    psi: Feature,
+    log: bool,
+    padding: Tensor | None,
+    group: int,
+) -> Tensor:
+    def step(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        num: Tensor | None,
+        den: Tensor | None,
+        shift: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        fq, fk = phi(q), psi(k)
+        part = within(fq, fk, v, padding, group, log)
+        slots = write(fk, v, padding, log)
+        if num is not None and den is not None and shift is not None:
+            before = Partial(num, den, shift)
+            part = part.merge(read(fq, before, log))
+            slots = before.merge(slots)
+        return part.out(), slots.num, slots.den, slots.shift
+
+    outs: list[Tensor] = []
+    slots: list[Tensor | None] = [None, None, None]
+    for s0, s1 in spans(k.shape[2], CHUNK):
+        mask = None if padding is None else padding[..., s0:s1]
+        out, *slots = recompute(
+            step, q[:, :, s0 * group : s1 * group], k[:, :, s0:s1], v[:, :, s0:s1], mask, *slots
+        )
+        outs.append(out)
+    return torch.cat(outs, 2)
+
+
+def _tile_rows(x: Tensor) -> int:
+    """Tokens of a tile whose features, taken to be 256, fit in the cache."""
+    return max(tile_elements(x.device) // (256 * max(x.shape[0] * x.shape[1], 1)), 64)
+
+
+class SlotsState(State):
+    """Decoding state of feature-map attention: the slots, whatever the number of tokens."""
+
+    def __init__(
+        self, key: Tensor, value: Tensor, phi: Feature, psi: Feature, *, log: bool, num_slots: int
+    ) -> None:
+        """Start with a prefix, key (B, Hk, N, D) and value (B, Hk, N, E), N >= 0."""
+        self._phi, self._psi, self._log = phi, psi, log
+        like = value.detach().to(compute_dtype(value.dtype))
+        self._slots = Partial.zeros((*key.shape[:2], num_slots), value.shape[3], like)
+        self.append(key, value)
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor) -> None:
+        if key.shape[2]:
+            dtype = self._slots.num.dtype
+            new = collect(key.to(dtype), value.to(dtype), self._psi, log=self._log)
+            self._slots = self._slots.merge(new)
+
+    @torch.no_grad()
+    def attend(self, query: Tensor) -> Tensor:
+        group = query.shape[1] // self._slots.num.shape[1]
+        rows = fold(query, group).to(self._slots.num.dtype)
+        out = attend(rows, self._slots, self._phi, log=self._log)
+        return unfold(out, group).to(query.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self._slots.num, self._slots.den, self._slots.shift)
+        return sum(p.numel() * p.element_size() for p in parts)

@@ -1,0 +1,174 @@
+"""Softmax over a key set with a per-key bias: the workhorse. Exact attention is this.
+
+Computed in tiles with a running maximum, so memory grows with the lengths and not with their
+product; backward runs the tiles again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from numattn.core.masks import visible
+from numattn.core.partial import Partial
+from numattn.engines.tiles import recompute, spans, tile_elements
+
+_ROWS = 256  # query rows of a tile: enough for a matrix product to run at full speed
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    group: int = 1,
+) -> tuple[Tensor, Tensor]:
+    r"""Softmax attention with its log normaliser, both differentiable.
+
+    .. math:: s_{ij} = \mathrm{scale}\; q_i \cdot k_j + b_j + m_{ij}, \quad
+              \mathrm{lse}_i = \log \sum_j e^{s_{ij}}, \quad
+              o_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} v_j
+
+    Args:
+        q: (B, H, Nq, D), float32 or float64.
+        k: (B, H, Nk, D).
+        v: (B, H, Nk, E).
+        scale: Factor of the logits.
+        bias: Per-key bias (B or 1, H or 1, Nk): log counts, log weights; -inf removes a key.
+        mask: bool (True = attend) or float to be added, broadcastable to (B, H, Nq, Nk); ``group``
+            rows are repeated for every position.
+        is_causal: Row r attends to keys j <= r // group.
+        group: Rows per position, as `Inputs` folds grouped heads.
+
+    Returns:
+        out (B, H, Nq, E) and lse (B, H, Nq). A row that may attend to nothing gives zeros and
+        -inf.
+
+    Cost: 2 Nq Nk (D + E) operations per head, half of it when causal.
+    """
+    return softmax_partial(
+        q, k, v, scale=scale, bias=bias, mask=mask, is_causal=is_causal, group=group
+    ).finalize()
+
+
+def softmax_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    group: int = 1,
+    first: int = 0,
+) -> Partial:
+    """`softmax_attention` before the division; arguments as there.
+
+    Args:
+        first: Position of row 0 counted from key 0, when causal.
+    """
+    batch, heads, rows, _ = q.shape
+    keys = k.shape[2]
+    tall = min(max(rows, 1), _ROWS * group)
+    wide = max(tile_elements(q.device) // (max(batch * heads, 1) * tall), 64)
+    parts = []
+    for r0, r1 in spans(rows, tall):
+        last = min(keys, first + (r1 - 1) // group + 1) if is_causal else keys
+        part = Partial.zeros((batch, heads, r1 - r0), v.shape[3], q)
+        for c0, c1 in spans(last, wide):
+
+            def attend(
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                bias: Tensor | None,
+                mask: Tensor | None,
+                start: int | None = first + r0 // group - c0 if is_causal else None,
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                p = _tile(q, k, v, bias, mask, scale, start, group)
+                return p.num, p.den, p.shift
+
+            part = part.merge(
+                Partial(
+                    *recompute(
+                        attend,
+                        q[:, :, r0:r1],
+                        k[:, :, c0:c1],
+                        v[:, :, c0:c1],
+                        None if bias is None else bias[..., c0:c1],
+                        None if mask is None else _crop(mask, rows, r0, r1, c0, c1),
+                    )
+                )
+            )
+        parts.append(part)
+    return (
+        parts[0]
+        if len(parts) == 1
+        else Partial(
+            torch.cat([p.num for p in parts], 2),
+            torch.cat([p.den for p in parts], 2),
+            torch.cat([p.shift for p in parts], 2),
+        )
+    )
+
+
+def _tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    start: int | None,
+    group: int,
+) -> Partial:
+    """One tile; `start` is the position of its first row counted from its first key, or None."""
+    logits = (q * scale) @ k.mT
+    if bias is not None:
+        logits = logits.add_(bias[..., None, :])
+    if mask is not None:
+        logits = (
+            logits.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else logits + mask
+        )
+    if start is not None and start < k.shape[2] - 1:
+        seen = visible(q.shape[2], k.shape[2], start, group, q.device)
+        logits = logits.masked_fill_(~seen, -torch.inf)
+    return Partial.from_logits(logits, v)
+
+
+def _crop(mask: Tensor, rows: int, r0: int, r1: int, c0: int, c1: int) -> Tensor:
+    """The part of a mask that belongs to a tile; its rows are all, one, or one group to repeat."""
+    if mask.shape[2] == rows:
+        mask = mask[:, :, r0:r1]
+    elif mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, (r1 - r0) // mask.shape[2], 1)
+    return mask if mask.shape[3] == 1 else mask[..., c0:c1]
+
+
+def key_bias(padding: Tensor | None, like: Tensor) -> Tensor | None:
+    """Key padding, bool (B or 1, 1, Nk), as a bias that removes the keys that do not exist."""
+    if padding is None:
+        return None
+    return torch.zeros_like(padding, dtype=like.dtype).masked_fill(~padding, -torch.inf)
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+) -> Tensor | None:
+    """Torch's own fused attention without a mask, or None where it would form an N x N tensor.
+
+    It is fused only if query and value have the same width; masks are not left to it, for it does
+    not promise zeros to a row that may attend to nothing.
+    """
+    if query.shape[3] != value.shape[3]:
+        return None
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )

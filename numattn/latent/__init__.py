@@ -1,0 +1,1 @@
+"""Latent attention: attend through a small set of latent variables."""

@@ -1,0 +1,1 @@
+"""Low-rank attention: project, sample or factor the attention matrix."""

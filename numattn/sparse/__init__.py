@@ -1,0 +1,1 @@
+"""Sparse attention: compute the heavy entries exactly, drop or approximate the rest."""
