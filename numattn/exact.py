@@ -120,7 +120,5 @@ class Exact(Method):
         enable_gqa: bool = False,
         **tensors: Tensor,
     ) -> State:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self(q, k, v, scale=scale, enable_gqa=enable_gqa, **tensors)
-
-        return KeysState(attend, key, value)
+        self.refuse(tensors)
+        return KeysState(self, key, value, scale=scale, enable_gqa=enable_gqa)

@@ -10,7 +10,7 @@ from torch import Tensor
 from numattn.core.info import Info
 
 
-class Unsupported(NotImplementedError):  # noqa: N818 - a statement about a method, not a fault
+class Unsupported(NotImplementedError):
     """The call is well formed, but this method cannot serve it; the message says the way out."""
 
 
@@ -30,7 +30,8 @@ class Inputs:
         is_causal: Whether position i attends to positions j <= i only.
         padding: bool (B or 1, 1, Nk), True = a key that exists; None when all do.
         mask: bool, or float to be added to the logits; (B or 1, Hk or 1, rows, Nk or 1), where
-            rows is Nq * group, 1, or group (the same for every position). None unless the method takes full masks and one that is not mere padding was given.
+            rows is Nq * group, 1, or group (the same for every position). None unless the method
+            takes full masks and one that is not mere padding was given.
         group: Query heads per key head.
         shape: Shape of the output, (B, H, Nq, E).
         dtype: Type of the output.
@@ -65,7 +66,8 @@ class Inputs:
 
     def nothing(self) -> Tensor:
         """The output when nothing can be attended to: zeros that keep the graph connected."""
-        return self.q.new_zeros(self.shape, dtype=self.dtype) + 0 * (self.q.sum() + self.v.sum())
+        zero = self.q[..., :0].sum() + self.k[..., :0].sum() + self.v[..., :0].sum()
+        return zero.to(self.dtype).expand(self.shape).clone()
 
     def restore(self, out: Tensor) -> Tensor:
         """Rows (B, Hk, Nq * group, E) back to (B, H, Nq, E) in the query's type."""

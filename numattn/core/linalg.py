@@ -88,18 +88,23 @@ def masked_mean(x: Tensor, padding: Tensor | None) -> Tensor:
 def _log_matmul_exp(a: Tensor, b: Tensor, needed: Tensor) -> Tensor:
     a_max, b_max = _peak(a), _peak(b)
     product = (a - a_max).exp_() @ (b - b_max).exp_().mT
-    out = product.log() + a_max + b_max.mT
     # Terms below the smallest normal number are lost; where they could matter, add up in logs.
     info = torch.finfo(a.dtype)
-    lost = (product < a.shape[-1] * info.tiny / info.eps) & needed
-    lost = lost & (a.amax(-1, keepdim=True) > -torch.inf) & (b.amax(-1)[..., None, :] > -torch.inf)
-    if bool(lost.any()):
-        *batch, i, j = lost.nonzero(as_tuple=True)
-        for at in torch.arange(i.numel(), device=a.device).split(1 << 14):
-            where = [x[at] for x in batch]
-            rows = a[(*where, i[at])] + b[(*where, j[at])]
-            out[(*where, i[at], j[at])] = rows.logsumexp(-1)
+    threshold = a.shape[-1] * info.tiny / info.eps
+    lost = product < threshold if bool(product.amin() < threshold) else None
+    out = product.log_().add_(a_max).add_(b_max.mT)
+    if lost is not None:
+        _add_up_in_logs(a, b, lost & needed, out)
     return out
+
+
+def _add_up_in_logs(a: Tensor, b: Tensor, where: Tensor, out: Tensor) -> None:
+    """Set the entries of `out` that `where` marks to logsumexp(a_i + b_j), some at a time."""
+    *batch, i, j = where.nonzero(as_tuple=True)
+    for at in torch.arange(i.numel(), device=a.device).split(1 << 14):
+        head = tuple(x[at] for x in batch)
+        row, col = (*head, i[at]), (*head, j[at])
+        out[(*row, j[at])] = (a[row] + b[col]).logsumexp(-1)
 
 
 @_log_matmul_exp.register_fake

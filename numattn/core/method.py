@@ -109,6 +109,12 @@ class Method:
         """The state tensors that the function would draw or fit on this batch, by keyword."""
         return {}
 
+    def refuse(self, tensors: dict[str, Tensor]) -> None:
+        """Raise TypeError for tensors that are not among the method's state tensors."""
+        unknown = [name for name in tensors if name not in self.info.state_tensors]
+        if unknown:
+            raise TypeError(f"{self.info.name} takes no tensor named {', '.join(unknown)}.")
+
     def module(self, *, num_heads: int, head_dim: int) -> nn.Module:
         """A module that owns the method's tensors.
 

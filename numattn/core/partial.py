@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class Partial:
 
     @staticmethod
     def from_logits(logits: Tensor, value: Tensor) -> Partial:
-        """Softmax weights. logits (..., N, M), consumed, -inf where forbidden; value (..., M, E)."""
+        """Softmax weights: logits (..., N, M), used up, -inf where forbidden; value (..., M, E)."""
         shift = logits.detach().amax(-1)
         weight = logits.sub_(_finite(shift)[..., None]).exp_()
         return Partial(weight @ value, weight.sum(-1), shift)
@@ -50,6 +51,30 @@ class Partial:
         """The identity of `merge`: rows of this shape with no weight."""
         den = like.new_zeros(shape)
         return Partial(like.new_zeros((*shape, width)), den, torch.full_like(den, -torch.inf))
+
+    @staticmethod
+    def cat(parts: list[Partial], dim: int) -> Partial:
+        """Partials of different rows, one after the other; `dim` counts from the left."""
+        return Partial._join(torch.cat, parts, dim)
+
+    @staticmethod
+    def stack(parts: list[Partial], dim: int) -> Partial:
+        """Partials of different rows, along a new dimension; `dim` counts from the left."""
+        return Partial._join(torch.stack, parts, dim)
+
+    @staticmethod
+    def _join(
+        how: Callable[[list[Tensor], int], Tensor], parts: list[Partial], dim: int
+    ) -> Partial:
+        mass = None
+        if any(p.mass is not None for p in parts):
+            mass = how([p.den if p.mass is None else p.mass for p in parts], dim)
+        return Partial(
+            how([p.num for p in parts], dim),
+            how([p.den for p in parts], dim),
+            how([p.shift for p in parts], dim),
+            mass,
+        )
 
     def merge(self, other: Partial) -> Partial:
         """The partial over the union of two disjoint key sets."""
@@ -88,7 +113,9 @@ class Partial:
         return self.num / torch.where(self.den == 0, 1.0, self.den)[..., None]
 
     def cancelled(self, tolerance: float | None = None) -> Tensor:
-        """bool (..., N): rows with den <= tolerance * sum of |w|, whose quotient is rounding noise.
+        """Rows whose weights cancel, so that their quotient is rounding noise: bool (..., N).
+
+        A row cancels when den <= tolerance * mass.
 
         Args:
             tolerance: By default 1e-6 in float32 and 1e-13 in float64.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from numattn.core.method import Method
 
 
 class State(ABC):
@@ -61,9 +64,10 @@ class KeysState(State):
     """Keeps every key and value; attends by calling the method on them."""
 
     def __init__(
-        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], key: Tensor, value: Tensor
+        self, method: Method, key: Tensor, value: Tensor, *, scale: float | None, enable_gqa: bool
     ) -> None:
-        self._attend = attend
+        self._method = method
+        self._call: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         self._keys = Buffer(key.detach())
         self._values = Buffer(value.detach())
 
@@ -73,7 +77,7 @@ class KeysState(State):
 
     @torch.no_grad()
     def attend(self, query: Tensor) -> Tensor:
-        return self._attend(query, self._keys.tensor, self._values.tensor)
+        return self._method(query, self._keys.tensor, self._values.tensor, **self._call)
 
     @property
     def nbytes(self) -> int:

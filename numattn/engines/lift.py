@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from numattn.core.partial import Partial
@@ -75,11 +74,7 @@ def _lift(
     bottom = _lift(
         q[:, :, rows:], k[:, :, half:], v[:, :, half:], block, scale, now, group, leaf
     ).merge(block(q[:, :, rows:], k1, v1, past))
-    return Partial(
-        torch.cat([top.num, bottom.num], 2),
-        torch.cat([top.den, bottom.den], 2),
-        torch.cat([top.shift, bottom.shift], 2),
-    )
+    return Partial.cat([top, bottom], 2)
 
 
 def split_points(length: int, leaf: int = LEAF) -> tuple[list[int], list[tuple[int, int]]]:

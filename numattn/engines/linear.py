@@ -15,6 +15,7 @@ scale of the features, and a causal row depends on no later token, not even thro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -148,33 +149,54 @@ def _causal(
     padding: Tensor | None,
     group: int,
 ) -> Tensor:
+    """Chunks are computed several at a time; the slots before each come from a running merge."""
+
     def step(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        num: Tensor | None,
-        den: Tensor | None,
-        shift: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        fq, fk = phi(q), psi(k)
-        part = within(fq, fk, v, padding, group, log)
-        slots = write(fk, v, padding, log)
-        if num is not None and den is not None and shift is not None:
-            before = Partial(num, den, shift)
-            part = part.merge(read(fq, before, log))
-            slots = before.merge(slots)
-        return part.out(), slots.num, slots.den, slots.shift
+        size: int, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *state: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        fq = phi(q).unflatten(2, (-1, size * group))  # (B, H, chunks, rows, m)
+        fk = psi(k).unflatten(2, (-1, size))
+        values = v.unflatten(2, (-1, size))
+        mask = None if padding is None else padding.unflatten(2, (-1, size))
+        before, after = _running(write(fk, values, mask, log), *state)
+        part = within(fq, fk, values, mask, group, log).merge(read(fq, before, log))
+        return part.out().flatten(2, 3), after.num, after.den, after.shift
 
     outs: list[Tensor] = []
-    slots: list[Tensor | None] = [None, None, None]
-    for s0, s1 in spans(k.shape[2], CHUNK):
+    state: list[Tensor | None] = [None, None, None]
+    for s0, s1, size in _chunks(k.shape[2], max(_tile_rows(k) // CHUNK, 1)):
         mask = None if padding is None else padding[..., s0:s1]
-        out, *slots = recompute(
-            step, q[:, :, s0 * group : s1 * group], k[:, :, s0:s1], v[:, :, s0:s1], mask, *slots
-        )
+        rows = q[:, :, s0 * group : s1 * group]
+        tokens = (k[:, :, s0:s1], v[:, :, s0:s1], mask)
+        out, *after = recompute(partial(step, size), rows, *tokens, *state)
+        state = list(after)
         outs.append(out)
     return torch.cat(outs, 2)
+
+
+def _chunks(length: int, at_once: int) -> list[tuple[int, int, int]]:
+    """(start, stop, chunk size): spans of whole chunks, and what is left as one short chunk."""
+    whole = length - length % CHUNK
+    full = [(a, b, CHUNK) for a, b in spans(whole, at_once * CHUNK)]
+    return full if whole == length else [*full, (whole, length, length - whole)]
+
+
+def _running(
+    chunks: Partial, num: Tensor | None, den: Tensor | None, shift: Tensor | None
+) -> tuple[Partial, Partial]:
+    """Slots before each chunk, (B, H, chunks, m, E), and after the last, from those of chunks."""
+    if num is None or den is None or shift is None:
+        first = chunks.den[:, :, 0]
+        slots = Partial.zeros(first.shape, chunks.num.shape[-1], first)
+    else:
+        slots = Partial(num, den, shift)
+    before = []
+    for c in range(chunks.den.shape[2]):
+        before.append(slots)
+        slots = slots.merge(
+            Partial(chunks.num[:, :, c], chunks.den[:, :, c], chunks.shift[:, :, c])
+        )
+    return Partial.stack(before, 2), slots
 
 
 def _tile_rows(x: Tensor) -> int:

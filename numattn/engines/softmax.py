@@ -68,10 +68,9 @@ def softmax_partial(
     group: int = 1,
     first: int = 0,
 ) -> Partial:
-    """`softmax_attention` before the division; arguments as there.
+    """`softmax_attention` before the division, of the same arguments.
 
-    Args:
-        first: Position of row 0 counted from key 0, when causal.
+    ``first`` is the position of row 0 counted from key 0, when causal.
     """
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
@@ -107,15 +106,7 @@ def softmax_partial(
                 )
             )
         parts.append(part)
-    return (
-        parts[0]
-        if len(parts) == 1
-        else Partial(
-            torch.cat([p.num for p in parts], 2),
-            torch.cat([p.den for p in parts], 2),
-            torch.cat([p.shift for p in parts], 2),
-        )
-    )
+    return Partial.cat(parts, 2)
 
 
 def _tile(

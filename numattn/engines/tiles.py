@@ -23,9 +23,7 @@ def spans(length: int, step: int) -> list[tuple[int, int]]:
 
 
 def recompute(function: Callable[..., T], *tensors: Tensor | None) -> T:
-    """Call `function`; when gradients are wanted, keep its inputs only and run it again backward."""
+    """Call `function`; for gradients, keep only its inputs and run it again in the backward."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return checkpoint(  # type: ignore[no-any-return]
-            function, *tensors, use_reentrant=False, preserve_rng_state=False
-        )
+        return checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     return function(*tensors)

@@ -10,8 +10,8 @@ from torch import Generator, Tensor, nn
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
-from numattn.core.inputs import Inputs, Unsupported, compute_dtype, one_of, positive, prepare
-from numattn.core.linalg import masked_mean, orthogonal_gaussian, draw
+from numattn.core.inputs import Inputs, Unsupported, one_of, positive, prepare
+from numattn.core.linalg import draw, masked_mean, orthogonal_gaussian
 from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import State
@@ -163,7 +163,7 @@ def _draw(x: Inputs, num_features: int, orthogonal: bool, generator: Generator |
 
 @torch.no_grad()
 def _preconditioner(x: Inputs, kind: str) -> tuple[Tensor | None, Tensor | None]:
-    """c (B, Hk, D), and M (B, Hk, D, D) that minimises tr(M^T Sq M) + tr(M^-1 Sk M^-T).
+    """Center c (B, Hk, D), and M (B, Hk, D, D) that minimises tr(M^T Sq M) + tr(M^-1 Sk M^-T).
 
     With Sq = L L^T and the eigenvalues U Z U^T of L^T Sk L, the minimiser is M = L^-T U Z^(1/4).
     """
@@ -261,6 +261,7 @@ class Performer(Method):
         enable_gqa: bool = False,
         **tensors: Tensor,
     ) -> State:
+        self.refuse(tensors)
         x = prepare(INFO, key, key, value, None, False, scale, enable_gqa)
         projection = tensors.get("projection")
         if projection is None:
@@ -337,7 +338,7 @@ class PerformerAttention(nn.Module):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Attend; shapes as in `performer_attention`."""
-        tensors = {"projection": self.projection}
+        tensors: dict[str, Any] = {"projection": self.projection}
         if self.options.precondition != "none":
             tensors |= {"center": self.center, "balance": self.balance}
         return performer_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Generator, Tensor
 
@@ -62,9 +64,9 @@ def reference_weights(
     return torch.nan_to_num(torch.softmax(logits, -1), nan=0.0)
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, **call: Tensor | bool | float) -> Tensor:
+def reference(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
     """Exact attention by the definition, dense, float64."""
-    weights = reference_weights(query, key, **call)  # type: ignore[arg-type]
+    weights = reference_weights(query, key, **call)
     v = value.double().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return torch.einsum("bhij,bhje->bhie", weights, v)
 
@@ -77,27 +79,28 @@ class Subject:
         self.info = method.info
         self.seed = seed
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **call: object) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
         """Call with a fresh generator of the same seed, unless state tensors are given."""
         if self.info.fits_causal and call.get("is_causal") and not self._given(call):
             call = {**call, **self.fit(query, key, value, call)}
         if self.info.random and not self._given(call):
             call = {**call, "generator": Generator().manual_seed(self.seed)}
-        return self.method(query, key, value, **call)  # type: ignore[arg-type]
+        return self.method(query, key, value, **call)
 
     def fit(
-        self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, object] | None = None
-    ) -> dict[str, Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """State tensors of these inputs, {} where the method has none."""
         call = call or {}
-        extra = {"generator": Generator().manual_seed(self.seed)} if self.info.random else {}
         known = {n: call[n] for n in ("attn_mask", "scale", "enable_gqa") if n in call}
-        return self.method.fit(query, key, value, **known, **extra)  # type: ignore[arg-type]
+        if self.info.random:
+            known["generator"] = Generator().manual_seed(self.seed)
+        return self.method.fit(query, key, value, **known)
 
-    def weights(self, query: Tensor, key: Tensor, **call: object) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor, **call: Any) -> Tensor:
         """Implied weights (B, H, Nq, Nk): the output for value = identity."""
         eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
         return self(query, key, eye.expand(*key.shape[:2], -1, -1), **call)
 
-    def _given(self, call: dict[str, object]) -> bool:
+    def _given(self, call: dict[str, Any]) -> bool:
         return any(name in call for name in self.info.state_tensors)
