@@ -63,6 +63,9 @@ def segment_means(x: Tensor, num_segments: int, padding: Tensor | None) -> tuple
         means (B, H, m, D), zero where empty, and counts (B or 1, 1, m).
     """
     length = x.shape[2]
+    if padding is None and length and length % num_segments == 0:
+        size = length // num_segments
+        return x.unflatten(2, (num_segments, size)).mean(3), x.new_full((1, 1, num_segments), size)
     if padding is None:
         padding = x.new_ones((1, 1, length), dtype=torch.bool)
     number = padding.cumsum(-1) - 1
@@ -102,9 +105,9 @@ def _add_up_in_logs(a: Tensor, b: Tensor, where: Tensor, out: Tensor) -> None:
     """Set the entries of `out` that `where` marks to logsumexp(a_i + b_j), some at a time."""
     *batch, i, j = where.nonzero(as_tuple=True)
     for at in torch.arange(i.numel(), device=a.device).split(1 << 14):
-        head = tuple(x[at] for x in batch)
-        row, col = (*head, i[at]), (*head, j[at])
-        out[(*row, j[at])] = (a[row] + b[col]).logsumexp(-1)
+        row = (*(x[at] for x in batch), i[at])
+        col = (*row[:-1], j[at])
+        out.index_put_((*row, j[at]), (a[row] + b[col]).logsumexp(-1))
 
 
 @_log_matmul_exp.register_fake

@@ -66,7 +66,7 @@ def get(name: str, **options: Any) -> Method:
 
     Example:
         >>> get("nystrom", num_landmarks=32)
-        Nystrom(num_landmarks=32, pinv='exact')
+        Nystrom(num_landmarks=32, pinv='ridge', ridge=None, num_iterations=None)
     """
     if name not in _METHODS:
         near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.5)

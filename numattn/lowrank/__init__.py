@@ -1,1 +1,6 @@
 """Low-rank attention: project, sample or factor the attention matrix."""
+
+from numattn.lowrank.nystrom import Nystrom as Nystrom
+from numattn.lowrank.nystrom import nystrom_attention as nystrom_attention
+from numattn.lowrank.svd import SVD as SVD
+from numattn.lowrank.svd import svd_attention as svd_attention

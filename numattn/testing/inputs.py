@@ -92,7 +92,9 @@ class Subject:
     ) -> dict[str, Any]:
         """State tensors of these inputs, {} where the method has none."""
         call = call or {}
-        known = {n: call[n] for n in ("attn_mask", "scale", "enable_gqa") if n in call}
+        known: dict[str, Any] = {
+            n: call[n] for n in ("attn_mask", "scale", "enable_gqa") if n in call
+        }
         if self.info.random:
             known["generator"] = Generator().manual_seed(self.seed)
         return self.method.fit(query, key, value, **known)

@@ -1,0 +1,155 @@
+"""Time of every cheap method against scaled_dot_product_attention, in turn, in one run.
+
+    python benchmarks/speed.py [--smoke] [--length N ...] [METHOD ...]
+
+For each length and form, torch's attention and the method run in turn (A B A B ...); medians of
+wall and of process CPU time. State tensors are drawn or fitted beforehand, as a layer keeps them.
+The floor is the time of in-cache matrix products with as many operations as `Method.cost` says the
+method needs, measured in the same run. A method whose contract fails is not timed.
+
+The script runs itself again with glibc told to keep freed memory (MALLOC_MMAP_THRESHOLD_ and
+MALLOC_TRIM_THRESHOLD_): else every allocation above 32 MB is mapped and faulted in anew, which
+would be timed instead of the arithmetic. One JSON line a measurement goes to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import numattn
+from numattn.core.cost import Shape
+from numattn.testing import Subject, check, make_qkv
+
+KEEP = str(8 << 30)
+
+
+def keep_freed_memory() -> None:
+    """Run this script again with glibc set to keep freed memory, unless it is already."""
+    wanted = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Median wall and CPU seconds of each call, all of them run in turn."""
+    for call in calls.values():
+        call()
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            runs[name].append(timed(call))
+    return {
+        name: (statistics.median(w for w, _ in r), statistics.median(c for _, c in r))
+        for name, r in runs.items()
+    }
+
+
+def products(flops: int, heads: int, dim: int) -> Callable[[], None]:
+    """Matrix products of about this many operations, (heads, 512, dim) @ (heads, dim, 256)."""
+    a, b = torch.randn(heads, 512, dim), torch.randn(heads, dim, 256)
+    out = torch.empty(heads, 512, 256)
+    times = max(round(flops / (2 * heads * 512 * dim * 256)), 1)
+
+    def run() -> None:
+        for _ in range(times):
+            torch.bmm(a, b, out=out)
+
+    return run
+
+
+def measure(
+    method: numattn.Method, length: int, is_causal: bool, repeats: int
+) -> dict[str, object]:
+    """One method at one length against torch's attention and the floor."""
+    heads, dim = 8, 64
+    q, k, v = make_qkv(
+        length, batch=1, heads=heads, head_dim=dim, value_dim=dim, dtype=torch.float32
+    )
+    tensors = Subject(method).fit(q, k, v)
+    cost = method.cost(Shape(1, heads, heads, length, length, dim, dim, is_causal))
+    calls = {
+        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
+        "method": lambda: method(q, k, v, is_causal=is_causal, **tensors),
+        "floor": products(cost.flops, heads, dim),
+    }
+    with torch.no_grad():
+        seconds = in_turn(calls, repeats)
+    row: dict[str, object] = {"method": method.to_dict(), "length": length, "causal": is_causal}
+    for name, (wall, cpu) in seconds.items():
+        row |= {f"{name}_ms": wall * 1e3, f"{name}_cpu_ms": cpu * 1e3}
+    row["ratio"] = seconds["method"][0] / seconds["sdpa"][0]
+    row["cpu_ratio"] = seconds["method"][1] / seconds["sdpa"][1]
+    row["over_floor"] = seconds["method"][0] / seconds["floor"][0]
+    return row
+
+
+def commit() -> str:
+    """The commit that is measured, or "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    call = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(call, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: every cheap method")
+    parser.add_argument("--length", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="one short length, one repeat")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    if args.smoke:
+        args.length, args.repeats = [512], 1
+    names = args.methods or [m.info.name for m in numattn.methods() if not m.info.oracle]
+    about = {
+        "numattn": numattn.__version__,
+        "torch": torch.__version__,
+        "commit": commit(),
+        "machine": platform.processor() or platform.machine(),
+        "threads": args.threads,
+    }
+    print(" ".join(f"{k} {v}" for k, v in about.items()))
+    print(
+        f"{'':28}{'ms':>9}{'sdpa ms':>9}{'ratio':>8}{'cpu ratio':>10}{'floor ms':>9}{'x floor':>8}"
+    )
+    for name in names:
+        check(numattn.get(name))
+        for length in args.length:
+            for is_causal in (False, True):
+                row = measure(numattn.get(name), length, is_causal, args.repeats)
+                label = f"{name} {length}{' causal' if is_causal else ''}"
+                print(
+                    f"{label:28}{row['method_ms']:9.1f}{row['sdpa_ms']:9.1f}{row['ratio']:8.3f}"
+                    f"{row['cpu_ratio']:10.3f}{row['floor_ms']:9.1f}{row['over_floor']:8.2f}",
+                    flush=True,
+                )
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(json.dumps({**about, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
