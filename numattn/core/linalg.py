@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Generator, Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+_LOG2E = 1 / math.log(2)
 
 
 def draw(shape: tuple[int, ...], generator: Generator | None, device: torch.device) -> Tensor:
@@ -87,75 +92,117 @@ def masked_mean(x: Tensor, padding: Tensor | None) -> Tensor:
     return (x * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
 
 
-@torch.library.custom_op("numattn::log_matmul_exp", mutates_args=())
-def _log_matmul_exp(a: Tensor, b: Tensor, needed: Tensor) -> Tensor:
-    a_max, b_max = _peak(a), _peak(b)
-    product = (a - a_max).exp_() @ (b - b_max).exp_().mT
-    # Terms below the smallest normal number are lost; where they could matter, add up in logs.
+def exp_(x: Tensor) -> Tensor:
+    """e^x in place, as a power of two: torch's exp crawls on a CPU where results underflow."""
+    return x.mul_(_LOG2E).exp2_()
+
+
+@torch.library.custom_op("numattn::exp_matmul", mutates_args=())
+def _exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    left, right, shift = _separate(a, b)
+    weights = (left @ right.mT).masked_fill_(~needed, 0.0)
+    # A sum that is so small has lost terms below the smallest normal number that could matter.
     info = torch.finfo(a.dtype)
-    threshold = a.shape[-1] * info.tiny / info.eps
-    lost = product < threshold if bool(product.amin() < threshold) else None
-    out = product.log_().add_(a_max).add_(b_max.mT)
-    if lost is not None:
-        _add_up_in_logs(a, b, lost & needed, out)
-    return out
+    least = a.shape[-1] * info.tiny / info.eps
+    lost = (weights.amax(-1) < least) & (shift + math.log(least) > floor)
+    if bool(lost.any()):
+        lost = lost & (needed & (b.amax(-1) > -torch.inf)[..., None, :]).any(-1)
+        for row, head in _rows(lost, b):
+            logs = (a[row][:, None] + b[head]).logsumexp(-1)
+            logs = logs.masked_fill_(~needed[row[-1]], -torch.inf)
+            top = finite(logs.amax(-1))
+            weights.index_put_(row, exp_(logs - top[:, None]))
+            shift.index_put_(row, top)
+    return weights, shift
 
 
-def _add_up_in_logs(a: Tensor, b: Tensor, where: Tensor, out: Tensor) -> None:
-    """Set the entries of `out` that `where` marks to logsumexp(a_i + b_j), some at a time."""
-    *batch, i, j = where.nonzero(as_tuple=True)
-    for at in torch.arange(i.numel(), device=a.device).split(1 << 14):
-        row = (*(x[at] for x in batch), i[at])
-        col = (*row[:-1], j[at])
-        out.index_put_((*row, j[at]), (a[row] + b[col]).logsumexp(-1))
+def _separate(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors with left_ir right_jr = exp(a_ir + b_jr - shift_i), none of them above 1."""
+    peak = finite(b.amax(-2, keepdim=True))
+    raised = a + peak
+    shift = finite(raised.amax(-1, keepdim=True))
+    return exp_(raised.sub_(shift)), exp_(b - peak), shift[..., 0]
 
 
-@_log_matmul_exp.register_fake
-def _(a: Tensor, b: Tensor, needed: Tensor) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-2]))
+def _rows(marked: Tensor, b: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Indices of marked rows (..., n), and of the matrices they lie in, some rows at a time."""
+    *batch, row = marked.nonzero(as_tuple=True)
+    some = max((1 << 20) // (b.shape[-2] * b.shape[-1]), 1)
+    for at in torch.arange(row.numel(), device=b.device).split(some):
+        head = tuple(x[at] for x in batch)
+        yield (*head, row[at]), head
 
 
-def _log_matmul_exp_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs, output)
+@_exp_matmul.register_fake
+def _(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    return a.new_empty((*a.shape[:-1], b.shape[-2])), a.new_empty(a.shape[:-1])
 
 
-def _log_matmul_exp_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    a, b, needed, out = ctx.saved_tensors
-    a_max, b_max = _peak(a), _peak(b)
-    peak = a_max + b_max.mT
-    weight = torch.where(needed & (out > -torch.inf), grad * (peak - out).exp(), 0.0)
-    ea, eb = (a - a_max).exp(), (b - b_max).exp()
-    return (weight @ eb) * ea, (weight.mT @ ea) * eb, None
+@torch.library.custom_op("numattn::exp_matmul_backward", mutates_args=())
+def _exp_matmul_gradient(
+    grad: Tensor, a: Tensor, b: Tensor, needed: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    left, right, usual = _separate(a, b)
+    grad = grad.masked_fill(~needed, 0.0)
+    lost = shift != usual
+    rest = grad.masked_fill(lost[..., None], 0.0)
+    grad_a, grad_b = (rest @ right).mul_(left), (rest.mT @ left).mul_(right)
+    if bool(lost.any()):
+        for row, head in _rows(lost, b):
+            terms = exp_(a[row][:, None] + b[head] - shift[row][:, None, None])
+            terms = terms.mul_(grad[row][..., None])  # (rows, c, m)
+            grad_a.index_put_(row, terms.sum(1))
+            grad_b.index_put_(head, terms, accumulate=True)
+    return grad_a, grad_b
 
 
-_log_matmul_exp.register_autograd(_log_matmul_exp_backward, setup_context=_log_matmul_exp_setup)
+@_exp_matmul_gradient.register_fake
+def _(grad: Tensor, a: Tensor, b: Tensor, needed: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(b)
 
 
-@register_flop_formula(torch.ops.numattn.log_matmul_exp)
-def _log_matmul_exp_flops(a_shape, b_shape, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
-    batch = 1
-    for n in a_shape[:-2]:
-        batch *= n
-    return 2 * batch * a_shape[-2] * b_shape[-2] * a_shape[-1]
+def _exp_matmul_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[:3], output[1])
 
 
-def log_matmul_exp(a: Tensor, b: Tensor, needed: Tensor) -> Tensor:
-    r"""The matrix product in log space: :math:`\log \sum_r e^{a_{ir} + b_{jr}}`.
+def _exp_matmul_backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+    return (*_exp_matmul_gradient(grad, *ctx.saved_tensors), None, None)
 
-    Computed as one matrix product of exponentials, shifted by each row's own maximum, so that an
-    entry depends on its own rows only; entries that underflow there are added up in log space.
+
+_exp_matmul.register_autograd(_exp_matmul_backward, setup_context=_exp_matmul_setup)
+
+
+@register_flop_formula(torch.ops.numattn.exp_matmul)
+def _exp_matmul_flops(a_shape, b_shape, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return 2 * math.prod(a_shape) * b_shape[-2]
+
+
+@register_flop_formula(torch.ops.numattn.exp_matmul_backward)
+def _exp_matmul_gradient_flops(grad_shape, a_shape, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return 4 * math.prod(a_shape) * grad_shape[-1]
+
+
+def exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Matrix product of exponentials: :math:`w_{ij} e^{s_i} = \sum_r e^{a_{ir} + b_{jr}}`.
+
+    One product of matrices, each shifted so that none of its entries exceeds 1. Where all that a
+    row needs is lost to underflow, its sums are taken in log space instead. So each row is exact
+    relative to its largest entry, or to `floor` if that is larger, whatever the other rows and the
+    entries that are not needed hold.
 
     Args:
         a: (..., n, m).
         b: (..., c, m), the same leading dimensions.
-        needed: bool (n, c); other entries need not be resolved and take no gradient.
+        needed: bool (n, c); the other entries are zero.
+        floor: (..., n), logarithm of a sum that is negligible in that row.
 
     Returns:
-        (..., n, c).
+        w (..., n, c), differentiable, and s (..., n), a constant.
     """
-    return _log_matmul_exp(a, b, needed)
+    weights, shift = _exp_matmul(a, b, needed, floor)
+    return weights, shift.detach()
 
 
-def _peak(x: Tensor) -> Tensor:
-    peak = x.amax(-1, keepdim=True)
-    return torch.where(peak == -torch.inf, 0.0, peak)
+def finite(shift: Tensor) -> Tensor:
+    """A shift that may be subtracted: -inf (nothing there) becomes 0."""
+    return torch.where(shift == -torch.inf, 0.0, shift)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from numattn.core.linalg import exp_, finite
+
 
 @dataclass(frozen=True)
 class Partial:
@@ -34,7 +36,7 @@ class Partial:
     def from_logits(logits: Tensor, value: Tensor) -> Partial:
         """Softmax weights: logits (..., N, M), used up, -inf where forbidden; value (..., M, E)."""
         shift = logits.detach().amax(-1)
-        weight = logits.sub_(_finite(shift)[..., None]).exp_()
+        weight = exp_(logits.sub_(finite(shift)[..., None]))
         return Partial(weight @ value, weight.sum(-1), shift)
 
     @staticmethod
@@ -43,7 +45,7 @@ class Partial:
         den = torch.where(lse == -torch.inf, 0.0, torch.ones_like(lse))
         # The differentiable part of lse lives in den: shift is only a scale.
         shift = lse.detach()
-        den = den * (lse - _finite(shift)).exp()
+        den = den * (lse - finite(shift)).exp()
         return Partial(out * den[..., None], den, shift)
 
     @staticmethod
@@ -79,8 +81,8 @@ class Partial:
     def merge(self, other: Partial) -> Partial:
         """The partial over the union of two disjoint key sets."""
         shift = torch.maximum(self.shift, other.shift)
-        a = (self.shift - _finite(shift)).exp()
-        b = (other.shift - _finite(shift)).exp()
+        a = (self.shift - finite(shift)).exp()
+        b = (other.shift - finite(shift)).exp()
         mass = None
         if self.mass is not None or other.mass is not None:
             mine = self.den if self.mass is None else self.mass
@@ -91,9 +93,10 @@ class Partial:
 
     def scale(self, log_weight: Tensor | float) -> Partial:
         """Multiply every weight by exp(log_weight), given per row: counts, importance weights."""
-        a = log_weight if isinstance(log_weight, Tensor) else torch.as_tensor(log_weight)
-        shift = a.detach().to(self.shift)
-        rest = (a - a.detach()).exp().to(self.den)  # 1, and carries the gradient of log_weight
+        a = torch.as_tensor(log_weight, dtype=self.shift.dtype, device=self.shift.device)
+        shift = a.detach()
+        # 1, and carries the gradient of log_weight; 0 where the weight is.
+        rest = (a - finite(shift)).exp()
         mass = None if self.mass is None else self.mass * rest
         return Partial(self.num * rest[..., None], self.den * rest, self.shift + shift, mass)
 
@@ -106,7 +109,7 @@ class Partial:
         none = self.den == 0
         den = torch.where(none, 1.0, self.den)
         out = self.num / den[..., None]
-        return out, torch.where(none, -torch.inf, _finite(self.shift) + den.log())
+        return out, torch.where(none, -torch.inf, finite(self.shift) + den.log())
 
     def out(self) -> Tensor:
         """The output alone, (..., N, E)."""
@@ -125,8 +128,3 @@ class Partial:
         if tolerance is None:
             tolerance = 1e-13 if self.den.dtype == torch.float64 else 1e-6
         return (self.den <= tolerance * self.mass) & (self.mass > 0)
-
-
-def _finite(shift: Tensor) -> Tensor:
-    """A shift that may be subtracted: -inf (no weight at all) becomes 0."""
-    return torch.where(shift == -torch.inf, 0.0, shift)

@@ -14,6 +14,7 @@ scale of the features, and a causal row depends on no later token, not even thro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from numattn.core.inputs import compute_dtype, fold, unfold
-from numattn.core.linalg import log_matmul_exp
+from numattn.core.linalg import exp_, exp_matmul, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.core.state import State
@@ -42,7 +43,7 @@ def write(psi: Tensor, v: Tensor, padding: Tensor | None, log: bool) -> Partial:
     if not log:
         return Partial(psi.mT @ v, psi.sum(-2), torch.zeros_like(psi[..., 0, :]))
     shift = psi.detach().amax(-2)
-    weight = (psi - torch.where(shift == -torch.inf, 0.0, shift)[..., None, :]).exp_()
+    weight = exp_(psi - finite(shift)[..., None, :])
     return Partial(weight.mT @ v, weight.sum(-2), shift)
 
 
@@ -56,17 +57,31 @@ def read(phi: Tensor, slots: Partial, log: bool) -> Partial:
 
 
 def within(
-    phi: Tensor, psi: Tensor, v: Tensor, padding: Tensor | None, group: int, log: bool
+    phi: Tensor,
+    psi: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    before: Partial,
+    group: int,
+    log: bool,
 ) -> Partial:
-    """Causal attention inside one chunk; row r stands at position r // group."""
+    """Attend causally inside one chunk, and merge with what came `before` it.
+
+    Row r stands at position r // group.
+    """
     seen = visible(phi.shape[-2], psi.shape[-2], 0, group, phi.device)
-    allowed = seen if padding is None else seen & padding[..., None, :]
-    if not log:
-        weight = (phi @ psi.mT).masked_fill(~allowed, 0.0)
+    if padding is not None:
+        psi = psi.masked_fill(~padding[..., None], -torch.inf if log else 0.0)
+    if log:
+        lse = (before.shift + before.den.log()).detach()
+        weight, shift = exp_matmul(phi, psi, seen, lse + math.log(torch.finfo(lse.dtype).eps))
         den = weight.sum(-1)
-        return Partial(weight @ v, den, torch.zeros_like(den))
-    logits = log_matmul_exp(phi, psi, seen).masked_fill(~allowed, -torch.inf)
-    return Partial.from_logits(logits, v)
+        shift = shift.masked_fill(den == 0, -torch.inf)
+    else:
+        weight = (phi @ psi.mT).masked_fill(~seen, 0.0)
+        den = weight.sum(-1)
+        shift = torch.zeros_like(den)
+    return Partial(weight @ v, den, shift).merge(before)
 
 
 def linear_attention(
@@ -159,7 +174,7 @@ def _causal(
         values = v.unflatten(2, (-1, size))
         mask = None if padding is None else padding.unflatten(2, (-1, size))
         before, after = _running(write(fk, values, mask, log), *state)
-        part = within(fq, fk, values, mask, group, log).merge(read(fq, before, log))
+        part = within(fq, fk, values, mask, read(fq, before, log), group, log)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
     outs: list[Tensor] = []

@@ -6,6 +6,8 @@ product; backward runs the tiles again.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -73,40 +75,40 @@ def softmax_partial(
     ``first`` is the position of row 0 counted from key 0, when causal.
     """
     batch, heads, rows, _ = q.shape
-    keys = k.shape[2]
     tall = min(max(rows, 1), _ROWS * group)
     wide = max(tile_elements(q.device) // (max(batch * heads, 1) * tall), 64)
     parts = []
     for r0, r1 in spans(rows, tall):
-        last = min(keys, first + (r1 - 1) // group + 1) if is_causal else keys
-        part = Partial.zeros((batch, heads, r1 - r0), v.shape[3], q)
-        for c0, c1 in spans(last, wide):
-
-            def attend(
-                q: Tensor,
-                k: Tensor,
-                v: Tensor,
-                bias: Tensor | None,
-                mask: Tensor | None,
-                start: int | None = first + r0 // group - c0 if is_causal else None,
-            ) -> tuple[Tensor, Tensor, Tensor]:
-                p = _tile(q, k, v, bias, mask, scale, start, group)
-                return p.num, p.den, p.shift
-
-            part = part.merge(
-                Partial(
-                    *recompute(
-                        attend,
-                        q[:, :, r0:r1],
-                        k[:, :, c0:c1],
-                        v[:, :, c0:c1],
-                        None if bias is None else bias[..., c0:c1],
-                        None if mask is None else _crop(mask, rows, r0, r1, c0, c1),
-                    )
-                )
-            )
-        parts.append(part)
+        last = min(k.shape[2], first + (r1 - 1) // group + 1) if is_causal else k.shape[2]
+        strip = partial(_strip, scale, first + r0 // group if is_causal else None, group, wide)
+        seen = None if mask is None else crop(mask, rows, r0, r1, 0, last)
+        keys = (k[:, :, :last], v[:, :, :last], None if bias is None else bias[..., :last])
+        parts.append(Partial(*recompute(strip, q[:, :, r0:r1], *keys, seen)))
     return Partial.cat(parts, 2)
+
+
+def _strip(
+    scale: float,
+    start: int | None,
+    group: int,
+    wide: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's rows over all keys, `wide` at a time; run again backward, as a whole."""
+    part: Partial | None = None
+    for c0, c1 in spans(k.shape[2], wide):
+        here = None if start is None else start - c0
+        own = None if bias is None else bias[..., c0:c1]
+        seen = mask if mask is None or mask.shape[3] == 1 else mask[..., c0:c1]
+        tile = _tile(q, k[:, :, c0:c1], v[:, :, c0:c1], own, seen, scale, here, group)
+        part = tile if part is None else part.merge(tile)
+    if part is None:
+        part = Partial.zeros(q.shape[:3], v.shape[3], q)
+    return part.num, part.den, part.shift
 
 
 def _tile(
@@ -133,7 +135,7 @@ def _tile(
     return Partial.from_logits(logits, v)
 
 
-def _crop(mask: Tensor, rows: int, r0: int, r1: int, c0: int, c1: int) -> Tensor:
+def crop(mask: Tensor, rows: int, r0: int, r1: int, c0: int, c1: int) -> Tensor:
     """The part of a mask that belongs to a tile; its rows are all, one, or one group to repeat."""
     if mask.shape[2] == rows:
         mask = mask[:, :, r0:r1]

@@ -170,7 +170,8 @@ def _preconditioner(x: Inputs, kind: str) -> tuple[Tensor | None, Tensor | None]
     if kind == "none":
         return None, None
     q, k = x.q.double(), x.k.double()
-    center = masked_mean(q, x.query_padding) + masked_mean(k, x.padding)
+    sign = -1.0 if x.scale < 0 else 1.0  # x = sign * root * q, y = root * k
+    center = sign * masked_mean(q, x.query_padding) + masked_mean(k, x.padding)
     if kind == "shift":
         return center[:, :, 0], None
     factor = torch.linalg.cholesky(_second_moment(q, x.query_padding))
@@ -182,9 +183,11 @@ def _preconditioner(x: Inputs, kind: str) -> tuple[Tensor | None, Tensor | None]
 
 def _second_moment(x: Tensor, padding: Tensor | None) -> Tensor:
     """Mean of x x^T over the tokens that exist, made definite by a millionth of its mean."""
-    if padding is not None:
+    if padding is None:
+        moment = x.mT @ x / x.shape[2]
+    else:
         x = x * padding[..., None]
-    moment = x.mT @ x / x.shape[2]
+        moment = x.mT @ x / padding.sum(-1).clamp(min=1)[..., None, None]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(x.shape[3], dtype=x.dtype, device=x.device)
     return moment + (1e-6 * mean + 1e-30) * eye
@@ -321,10 +324,14 @@ class PerformerAttention(nn.Module):
         def merge(x: Tensor) -> Tensor:
             return x.transpose(0, 1).flatten(1, 2)[None]
 
-        tensors = self.options.fit(merge(query), merge(key), enable_gqa=enable_gqa)
-        self.center.copy_(tensors["center"][0] if "center" in tensors else torch.zeros(()))
-        if "balance" in tensors:
-            self.balance.copy_(tensors["balance"][0])
+        q, k = merge(query), merge(key)
+        x = prepare(INFO, q, k, k, None, False, None, enable_gqa)
+        kind = self.options.precondition
+        center, balance = _preconditioner(x, "balance" if kind == "auto" else kind)
+        if center is not None:
+            self.center.copy_(center[0])
+        if balance is not None:
+            self.balance.copy_(balance[0])
 
     def forward(
         self,

@@ -1,1 +1,6 @@
 """Sparse attention: compute the heavy entries exactly, drop or approximate the rest."""
+
+from numattn.sparse.topk import TopK as TopK
+from numattn.sparse.topk import topk_attention as topk_attention
+from numattn.sparse.window import Window as Window
+from numattn.sparse.window import window_attention as window_attention
