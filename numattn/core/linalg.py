@@ -149,8 +149,9 @@ def _exp_matmul_gradient(
     grad_a, grad_b = (rest @ right).mul_(left), (rest.mT @ left).mul_(right)
     if bool(lost.any()):
         for row, head in _rows(lost, b):
-            terms = exp_(a[row][:, None] + b[head] - shift[row][:, None, None])
-            terms = terms.mul_(grad[row][..., None])  # (rows, c, m)
+            terms = a[row][:, None] + b[head] - shift[row][:, None, None]  # (rows, c, m)
+            terms = exp_(terms.masked_fill_(~needed[row[-1]][..., None], -torch.inf))
+            terms = terms.mul_(grad[row][..., None])
             grad_a.index_put_(row, terms.sum(1))
             grad_b.index_put_(head, terms, accumulate=True)
     return grad_a, grad_b

@@ -117,6 +117,8 @@ def window_attention(
     _check_options(window, num_sinks, num_global)
     if x.empty:
         return x.nothing()
+    if x.padding is not None:  # (B, 1, 1) where one value speaks of a whole sequence
+        x = replace(x, padding=x.padding.expand(-1, -1, x.k.shape[2]))
     first = _first_tokens(x, max(num_sinks, num_global))
     out = _attend_tiles(x, first, _reach(window, is_causal))
     if num_global and not is_causal:

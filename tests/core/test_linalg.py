@@ -7,7 +7,8 @@ import torch
 
 from numattn.core.linalg import (
     draw,
-    log_matmul_exp,
+    exp_,
+    exp_matmul,
     masked_mean,
     orthogonal_gaussian,
     pinv,
@@ -245,66 +246,110 @@ def operands(kind, dtype=F64):
 
 
 KINDS = ("plain", "wide", "far apart", "large", "some zero")
-ALL = torch.ones(7, 6, dtype=torch.bool)
+NEEDED = torch.ones(7, 6, dtype=torch.bool).tril(1)
+NO_FLOOR = torch.full((2, 3, 7), -torch.inf, dtype=F64)
+
+
+def relative(a, b):
+    """The definition, e^(sum in logs), relative to the largest needed entry of each row."""
+    logs = dense(a, b).masked_fill(~NEEDED, -torch.inf)
+    top = logs.detach().amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    return (logs - top).exp(), top
+
+
+def ours(a, b, top, needed=NEEDED):
+    weights, shift = exp_matmul(a, b, needed, NO_FLOOR.to(a.dtype))
+    return weights * (shift[..., None] - top).exp()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
-def test_log_matmul_exp_is_logsumexp(dtype, kind):
+def test_exp_matmul_is_exact_relative_to_each_row(dtype, kind):
     a, b = operands(kind, dtype)
-    out, want = log_matmul_exp(a, b, ALL), dense(a.double(), b.double())
-    assert out.dtype == dtype
-    finite = [x[x > -torch.inf].abs().max().item() for x in (a, b)]
-    assert torch.equal(out == -torch.inf, want == -torch.inf)
-    # Each of the two sums of logarithms rounds once; the product of exponentials a few times.
-    bound = torch.finfo(dtype).eps * (10 + 4 * sum(finite))
-    alive = want > -torch.inf
-    assert (out[alive].double() - want[alive]).abs().max() < bound
+    want, top = relative(a.double(), b.double())
+    out = ours(a, b, top)
+    # Logarithms of this size are rounded a few times each before they are exponents.
+    size = max(x[x > -torch.inf].abs().max().item() for x in (a, b))
+    bound = torch.finfo(dtype).eps * (10 + 8 * size)
+    assert (out - want).abs().max() < bound
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_log_matmul_exp(kind):
+def test_gradients_of_exp_matmul(kind):
     a, b = operands(kind)
     weight = normal(2, 3, 7, 6, seed=2)
+    top = relative(a, b)[1]
     found = []
-    for form in (lambda a, b: log_matmul_exp(a, b, ALL), dense):
+    for form in (lambda a, b: ours(a, b, top), lambda a, b: relative(a, b)[0]):
         leaves = [x.clone().requires_grad_() for x in (a, b)]
-        out = form(*leaves)
-        alive = out > -torch.inf
-        found.append(torch.autograd.grad((out[alive] * weight[alive]).sum(), leaves))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        found.append(torch.autograd.grad((form(*leaves) * weight).sum(), leaves))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs.nan_to_num(0.0), rtol=1e-9, atol=1e-9)
 
 
-def test_gradcheck_of_log_matmul_exp():
+def test_gradcheck_of_exp_matmul():
     needed = torch.ones(4, 3, dtype=torch.bool).tril()
+    floor = torch.full((2, 4), -torch.inf, dtype=F64)
     a, b = normal(2, 4, 5).requires_grad_(), normal(2, 3, 5, seed=1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, b: log_matmul_exp(a, b, needed)[:, needed], (a, b))
+    shift = exp_matmul(a, b, needed, floor)[1]
+
+    def call(a, b):
+        weights, moved = exp_matmul(a, b, needed, floor)
+        return weights * (moved - shift).exp()[..., None]
+
+    # The shift is a constant to autograd but moves with a and b: hold it still in the difference.
+    analytic = torch.autograd.grad(call(a, b).sum(), (a, b))
+    held = torch.autograd.functional.jacobian(
+        lambda a, b: (dense(a, b) - shift[..., None]).exp()[..., needed].sum(), (a, b)
+    )
+    torch.testing.assert_close(analytic, held)
 
 
-def test_entries_not_needed_take_no_gradient():
-    needed = ALL.tril()
+def test_entries_not_needed_are_zero_and_take_no_gradient():
     a, b = (x.requires_grad_() for x in operands("plain"))
-    log_matmul_exp(a, b, needed).sum().backward()
+    weights, shift = exp_matmul(a, b, NEEDED, NO_FLOOR)
+    assert not weights[..., ~NEEDED].any()
+    assert not shift.requires_grad
+    weights.sum().backward()
     mine = a.grad.clone(), b.grad.clone()
     a.grad = b.grad = None
-    dense(a, b)[..., needed].sum().backward()
+    (dense(a, b) - shift[..., None]).exp()[..., NEEDED].sum().backward()
     torch.testing.assert_close(mine, (a.grad, b.grad), rtol=1e-10, atol=1e-10)
 
 
-def test_an_entry_depends_on_its_own_rows_only():
-    """To the last bit: what a later token may hold cannot leak through a shared maximum."""
-    a, b = operands("plain")
-    before = log_matmul_exp(a, b, ALL)
-    a2, b2 = a.clone(), b.clone()
-    a2[..., 3, :] += 500
-    b2[..., 4, :] += 700
-    after = log_matmul_exp(a2, b2, ALL)
-    rows, cols = torch.arange(7) != 3, torch.arange(6) != 4
-    assert torch.equal(after[..., rows, :][..., cols], before[..., rows, :][..., cols])
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_a_row_does_not_depend_on_what_it_does_not_need(dtype):
+    """However large that is: what a later token may hold cannot leak through a shared shift."""
+    a, b = operands("plain", dtype)
+    want, top = relative(a.double(), b.double())
+    for factor in (1.0, 500.0, 1e4):
+        b2 = b.clone()
+        b2[..., 5, :] += factor  # needed by rows 4, 5 and 6 only
+        out = ours(a, b2, top)[..., :4, :]
+        bound = torch.finfo(dtype).eps * (100 + 8 * factor)  # the rounding of logs of this size
+        assert (out - want[..., :4, :]).abs().max() < bound
+
+
+def test_what_lies_below_the_floor_may_be_dropped_and_nothing_else():
+    a, b = operands("far apart", torch.float32)
+    exact = dense(a.double(), b.double())
+    floor = exact.amax(-1) + 30
+    weights, shift = exp_matmul(a, b, NEEDED, floor.float())
+    error = weights * (shift[..., None] - floor[..., None]).exp()
+    error = error - (exact - floor[..., None]).exp().masked_fill(~NEEDED, 0.0)
+    assert weights.isfinite().all()
+    assert (error.abs() <= torch.finfo(torch.float32).eps * (10 + 8e4) * 1e-13).all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "far apart"])
-def test_opcheck_of_log_matmul_exp(kind):
+def test_opcheck_of_exp_matmul(kind):
     a, b = (x[0].detach().requires_grad_() for x in operands(kind))
-    torch.library.opcheck(torch.ops.numattn.log_matmul_exp.default, (a, b, ALL))
+    torch.library.opcheck(torch.ops.numattn.exp_matmul.default, (a, b, NEEDED, NO_FLOOR[0]))
+
+
+def test_exp_in_place():
+    x = torch.tensor([0.0, 1.0, -3.5, -200.0, -torch.inf], dtype=F64)
+    want = x.exp()
+    torch.testing.assert_close(exp_(x), want, rtol=1e-13, atol=0)
+    assert torch.equal(x[-1:], torch.zeros(1, dtype=F64))

@@ -83,21 +83,20 @@ class TestOperations:
     @pytest.mark.parametrize("group", [1, 3])
     def test_a_chunk_is_its_own_part_and_the_slots_before(self, log, keep, group):
         fq, fk, v = tokens(7 * group, 7)
+        nothing = engine.Partial.zeros(fq.shape[:3], v.shape[3], v)
         same(
-            engine.within(given(fq, log), given(fk, log), v, keep, group, log),
+            engine.within(given(fq, log), given(fk, log), v, keep, nothing, group, log),
             *dense(fq, fk, v, keep=keep, is_causal=True, group=group),
         )
         old = None if keep is None else keep[..., :4]
         new = None if keep is None else keep[..., 4:]
-        before = engine.write(given(fk[:, :, :4], log), v[:, :, :4], old, log)
+        slots = engine.write(given(fk[:, :, :4], log), v[:, :, :4], old, log)
         late = given(fq[:, :, 4 * group :], log)
-        part = engine.within(late.clone(), given(fk[:, :, 4:], log), v[:, :, 4:], new, group, log)
+        before = engine.read(late, slots, log)
+        chunk = (given(fk[:, :, 4:], log), v[:, :, 4:], new)
         num, den = dense(fq, fk, v, keep=keep, is_causal=True, group=group)
-        same(
-            part.merge(engine.read(late, before, log)),
-            num[:, :, 4 * group :],
-            den[:, :, 4 * group :],
-        )
+        part = engine.within(late, *chunk, before, group, log)
+        same(part, num[:, :, 4 * group :], den[:, :, 4 * group :])
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -129,5 +129,5 @@ def test_it_is_its_own_target_and_has_nothing_to_scale():
     assert Linear().exact_at(1000) is None
     with pytest.raises(Unsupported, match="scale=None"):
         Linear().state(k, v, scale=0.5)
-    with pytest.raises(TypeError, match="linear has no state tensors; got projection"):
+    with pytest.raises(TypeError, match="linear takes no tensor named projection"):
         Linear().state(k, v, projection=q)

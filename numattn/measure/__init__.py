@@ -1,0 +1,29 @@
+"""How wrong a method is, on which input, and how near the best possible."""
+
+from numattn.measure.baselines import mean_of_values as mean_of_values
+from numattn.measure.baselines import uniform_keys as uniform_keys
+from numattn.measure.errors import Attend as Attend
+from numattn.measure.errors import HeadError as HeadError
+from numattn.measure.errors import Reference as Reference
+from numattn.measure.errors import Spread as Spread
+from numattn.measure.errors import attend as attend
+from numattn.measure.errors import head_errors as head_errors
+from numattn.measure.errors import noise_floor as noise_floor
+from numattn.measure.errors import reference as reference
+from numattn.measure.inputs import QKV as QKV
+from numattn.measure.inputs import SYNTHETIC as SYNTHETIC
+from numattn.measure.inputs import InputError as InputError
+from numattn.measure.inputs import bundled as bundled
+from numattn.measure.inputs import load as load
+from numattn.measure.inputs import synthetic as synthetic
+from numattn.measure.oracle import efficiency as efficiency
+from numattn.measure.oracle import oracle as oracle
+from numattn.measure.plots import plot as plot
+from numattn.measure.rows import Row as Row
+from numattn.measure.rows import RowsError as RowsError
+from numattn.measure.rows import read_rows as read_rows
+from numattn.measure.sweep import Progress as Progress
+from numattn.measure.sweep import sweep as sweep
+from numattn.measure.timing import Timing as Timing
+from numattn.measure.timing import compare as compare
+from numattn.measure.weights import implied_weights as implied_weights

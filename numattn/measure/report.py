@@ -1,0 +1,344 @@
+"""Rows -> text, Markdown, CSV.
+
+Every table is made from rows alone. `text` is for a terminal, 100 columns wide; `write` leaves
+``report.md`` and ``report.csv``, which has every row with every number.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from numattn.core.info import FAMILIES
+from numattn.measure.rows import Row
+
+WIDTH = 100
+
+Value: TypeAlias = Callable[[Row], "float | None"]
+
+COLUMNS = {
+    "method": "what ran; (o) marks an oracle, (t) another target than softmax, (f) fitted tensors",
+    "budget": "value of the option that trades cost for accuracy (`numattn show METHOD` names it)",
+    "error": "norm(out - exact) / norm(exact) over a head; median over heads and seeds",
+    "worst": "the same for the worst head and seed",
+    "TV": "total variation between a row of weights and softmax's, from 0 to 1; typical row",
+    "TV95": "the same for the row that 95 % of rows stay below",
+    "eff.": "efficiency: how near the best possible answer of its family at this budget; 1 is best",
+    "FLOPs": "operations of the matrix products, relative to exact attention; no factorisations",
+    "time": "wall time of one call relative to exact attention on this machine; below 1 is faster",
+}
+
+NOTES = (
+    "Times are of this machine, this length and this code. Approximations pay off as the length "
+    "grows: a method that is slow here may win at a length that is not measured here.",
+    "(o) oracles are the best answer of their family at a budget, found with the exact weights in "
+    "hand. They bound what the family can reach; they are not fast methods.",
+    "(t) methods with another target do not try to equal softmax; their error against it is shown "
+    "for information, and is no defect.",
+    "(f) methods had their tensors fitted on the very input they are measured on, which flatters "
+    "them. Fitting is part of their time on bidirectional inputs, but not on causal ones, where "
+    "the tensors have to come from elsewhere.",
+    "'mean of values' ignores the keys; 'uniform keys' attends to that many keys drawn blindly. "
+    "A method that does not beat them has found nothing. The floor is exact attention in this "
+    "dtype against float64; nothing can be expected below it.",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of strings, to be rendered; `ruled` are the rows that begin a group."""
+
+    title: str
+    header: tuple[str, ...]
+    body: list[tuple[str, ...]]
+    ruled: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def text(rows: Sequence[Row], *, details: bool = False, color: bool = False) -> str:
+    """The summary over inputs, and with `details` each input's table, for a terminal.
+
+    Args:
+        rows: At least one.
+        details: Whether to show every input; a single input is shown in any case.
+        color: Whether to draw with rich, if it is installed.
+    """
+    tables = [input_table(part) for part in _by_setting(rows)]
+    shown = tables if details or len(tables) == 1 else []
+    shown = [*shown, *([summary_table(rows)] if len(tables) > 1 else [])]
+    render = _rich if color and _has_rich() else _plain
+    used = {name for table in shown for name in table.header}
+    key = [f"{name:>7}  {says}" for name, says in COLUMNS.items() if name in used]
+    notes = [textwrap.fill(note, WIDTH) for note in notes_for(rows)]
+    where = textwrap.fill(_provenance(rows), WIDTH)
+    drawn = [render(table) for table in shown]
+    return "\n\n".join([*drawn, "\n".join(key), "\n".join(notes), where])
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The whole report: what was measured, how to read it, the summary, each input."""
+    parts = _by_setting(rows)
+    key = [f"| `{name}` | {says} |" for name, says in COLUMNS.items()]
+    body = [
+        "# Attention approximations, measured",
+        _provenance(rows),
+        "## How to read the tables",
+        "\n".join(["| column | meaning |", "| --- | --- |", *key]),
+        "\n".join(f"- {note}" for note in notes_for(rows)),
+    ]
+    if len(parts) > 1:
+        body.append(_markdown(summary_table(rows)))
+    body.extend(_markdown(input_table(part)) for part in parts)
+    return "\n\n".join(body) + "\n"
+
+
+def write(rows: Sequence[Row], out: Path | str) -> list[Path]:
+    """Write ``report.md`` and ``report.csv`` into a folder; returns their paths."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    page, sheet = folder / "report.md", folder / "report.csv"
+    page.write_text(markdown(rows), encoding="utf-8")
+    sheet.write_text(csv_text(rows), encoding="utf-8", newline="")
+    return [page, sheet]
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Every row, flat; options as JSON. `numattn.measure.rows.Row` explains the columns."""
+    file = StringIO()
+    writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({**asdict(row), "options": json.dumps(row.options)})
+    return file.getvalue()
+
+
+def notes_for(rows: Sequence[Row]) -> list[str]:
+    """The notes that these rows call for."""
+    calls = {
+        "Times": any(row.time_ratio is not None for row in rows),
+        "(o)": any(row.is_oracle for row in rows),
+        "(t)": any(row.approximates == "own" for row in rows),
+        "(f)": any(row.fitted for row in rows),
+        "'mean": any(row.status == "ok" for row in rows),
+    }
+    return [note for note in NOTES if calls[note.split()[0]]]
+
+
+def input_table(rows: Sequence[Row]) -> Table:
+    """One input: a line per method and budget, then the baselines and the floor."""
+    first = rows[0]
+    kind = "causal" if first.is_causal else "bidirectional"
+    title = f"{first.input}, {first.length} tokens, {kind}, {first.dtype}"
+    title += "" if first.device == "cpu" else f", {first.device}"
+    title += f": {first.tag}" if first.tag else ""
+    body, ruled = _lines(rows)
+    good = [row for row in rows if row.status == "ok"]
+    if good:
+        ruled.append(len(body))
+        body.extend(_baselines(good))
+    return Table(title, tuple(COLUMNS), body, tuple(ruled), tuple(_refusals(rows)))
+
+
+def summary_table(rows: Sequence[Row]) -> Table:
+    """All inputs: medians over inputs of what the inputs' tables show, and the worst head."""
+    names = {row.setting for row in rows}
+    body, ruled = _lines(rows)
+    counted = [
+        (*line, str(len({row.setting for row in part if row.status == "ok"})))
+        for line, part in zip(body, by_method(rows), strict=True)
+    ]
+    good = [row for row in rows if row.status == "ok"]
+    if good:
+        ruled.append(len(counted))
+        counted.extend((*line, str(len({r.setting for r in good}))) for line in _baselines(good))
+    title = f"Summary over {len(names)} inputs (medians over inputs, heads and seeds)"
+    return Table(title, (*COLUMNS, "inputs"), counted, tuple(ruled), tuple(_refusals(rows)))
+
+
+def number(x: float | None) -> str:
+    """Two or three significant digits, in at most seven characters."""
+    if x is None:
+        return ""
+    if not np.isfinite(x):
+        return str(x)
+    if x == 0:
+        return "0"
+    x = float(f"{x:.3g}")
+    if not 1e-3 <= abs(x) < 1e4:
+        return f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")
+    digits = max(0, 2 - int(np.floor(np.log10(abs(x)))))
+    return f"{x:.{min(digits, 4 if abs(x) < 0.1 else 3)}f}"
+
+
+def middle(rows: Iterable[Row], value: Value) -> float | None:
+    """Median over inputs of the median over an input's rows; None where nothing was measured."""
+    parts: dict[object, list[float]] = {}
+    for row in rows:
+        x = value(row)
+        if x is not None:
+            parts.setdefault(row.setting, []).append(x)
+    return float(np.median([np.median(part) for part in parts.values()])) if parts else None
+
+
+def by_method(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one method with the same options; by family, name, other options, budget."""
+    parts: dict[tuple[int, str, str, int], list[Row]] = {}
+    for row in rows:
+        family = FAMILIES.index(row.family)
+        parts.setdefault((family, row.method, row.variant, row.budget or 0), []).append(row)
+    return [parts[key] for key in sorted(parts)]
+
+
+def label(row: Row) -> str:
+    """The method's name with the marks that the notes explain."""
+    marks = (("o", row.is_oracle), ("t", row.approximates == "own"), ("f", row.fitted))
+    shown = "".join(mark for mark, holds in marks if holds)
+    return f"{row.method} ({shown})" if shown else row.method
+
+
+def _by_setting(rows: Sequence[Row]) -> list[list[Row]]:
+    parts: dict[object, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(row.setting, []).append(row)
+    return list(parts.values())
+
+
+def _lines(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[int]]:
+    """A line per method and budget; and the lines at which a family begins."""
+    body: list[tuple[str, ...]] = []
+    ruled: list[int] = []
+    family = rows[0].family
+    for part in by_method(rows):
+        first = part[0]
+        if first.family != family and body:
+            ruled.append(len(body))
+        family = first.family
+        errors = [row.output for row in part if row.output is not None]
+        bad = {row.status for row in part} - {"ok"}
+        shown = number(middle(part, lambda r: r.output)) or " ".join(sorted(bad))
+        body.append(
+            (
+                label(first),
+                "" if first.budget is None else str(first.budget),
+                shown,
+                number(float(np.max(errors)) if errors else None),
+                number(middle(part, lambda r: r.tv_median)),
+                number(middle(part, lambda r: r.tv_p95)),
+                number(middle(part, lambda r: r.efficiency)),
+                number(middle(part, lambda r: r.relative_flops)),
+                number(middle(part, lambda r: r.time_ratio)),
+            )
+        )
+    return body, ruled
+
+
+def _baselines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Lines for the blind baselines and the rounding of the dtype."""
+    budgets = {row.budget for row in rows if row.budget is not None}
+    lines: list[tuple[str, str, Sequence[Row], Value]]
+    lines = [("mean of values", "", rows, lambda r: r.mean_baseline)]
+    for units in sorted({u for row in rows if (u := row.units) is not None and u in budgets}):
+        drawn = [row for row in rows if row.units == units]
+        lines.append(("uniform keys", str(units), drawn, lambda r: r.uniform_baseline))
+    lines.append((f"{rows[0].dtype} floor", "", rows, lambda r: r.floor))
+    body = []
+    for name, budget, part, value in lines:
+        numbers = [x for x in map(value, part) if x is not None]
+        worst = number(max(numbers) if numbers else None)
+        body.append((name, budget, number(middle(part, value)), worst, *[""] * (len(COLUMNS) - 4)))
+    return body
+
+
+def _refusals(rows: Sequence[Row]) -> list[str]:
+    """Who could not run, and why, each reason once."""
+    remarks: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status != "ok":
+            remark = f"{row.method} {row.status}: {row.reason}"
+            remarks.setdefault(remark, []).append(row.input)
+    several = len({row.input for row in rows}) > 1
+    return [
+        f"{remark} (on {', '.join(dict.fromkeys(names))})" if several else remark
+        for remark, names in remarks.items()
+    ]
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    """Where the numbers are from."""
+
+    def of(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(getattr(row, name)) for row in rows))
+
+    return (
+        f"numattn {of('numattn_version')}, torch {of('torch_version')}, Python "
+        f"{of('python_version')}, {of('machine')}; {of('dtype')}, backend {of('backend')}; "
+        f"lengths {of('length')}."
+    )
+
+
+def _markdown(table: Table) -> str:
+    align = [" --- ", *[" ---: "] * (len(table.header) - 1)]
+    lines = [f"## {table.title}", "", _row(table.header), f"|{'|'.join(align)}|"]
+    lines.extend(_row(line) for line in table.body)
+    if table.remarks:
+        lines.extend(["", *[f"- {remark}" for remark in table.remarks]])
+    return "\n".join(lines)
+
+
+def _row(cells: Iterable[str]) -> str:
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
+
+
+def _plain(table: Table) -> str:
+    columns = zip(table.header, *table.body, strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = (cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True))
+        return "  ".join([first, *rest]).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    lines = [*textwrap.wrap(table.title, WIDTH), rule, line(table.header), rule]
+    for index, cells in enumerate(table.body):
+        lines.extend([rule] if index in table.ruled else [])
+        lines.append(line(cells))
+    lines.append(rule)
+    lines.extend(textwrap.fill(remark, WIDTH) for remark in table.remarks)
+    return "\n".join(lines)
+
+
+def _has_rich() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("rich") is not None
+
+
+def _rich(table: Table) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    drawn = RichTable(
+        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold"
+    )
+    for index, name in enumerate(table.header):
+        style = {"method": "bold", "error": "cyan", "budget": "dim"}.get(name)
+        drawn.add_column(name, justify="right" if index else "left", style=style, no_wrap=True)
+    for index, cells in enumerate(table.body):
+        drawn.add_row(*cells, end_section=index + 1 in table.ruled)
+    console = Console(width=WIDTH, force_terminal=True, highlight=False)
+    with console.capture() as capture:
+        console.print(drawn)
+        for remark in table.remarks:
+            console.print(remark, style="yellow", markup=False)
+    return capture.get().rstrip()

@@ -1,0 +1,188 @@
+import csv
+import io
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from numattn.measure import report
+from numattn.measure.plots import plot
+from numattn.measure.rows import Row
+
+ROW = Row(
+    method="fake",
+    family="sparse",
+    options={"parts": 16, "kind": "a|b"},
+    budget=16,
+    budget_option="parts",
+    units=16,
+    is_oracle=False,
+    approximates="softmax",
+    fitted=False,
+    random=False,
+    input="first",
+    tag="diffuse",
+    digest="0",
+    length=64,
+    is_causal=True,
+    heads=1,
+    head=0,
+    seed=0,
+    dtype="float32",
+    device="cpu",
+    backend="torch",
+    output=0.1,
+    tv_median=0.01,
+    tv_p95=0.02,
+    floor=1e-7,
+    mean_baseline=0.9,
+    uniform_baseline=0.8,
+    efficiency=0.5,
+    flops=50,
+    exact_flops=100,
+    time_ratio=0.75,
+    machine="machine",
+    numattn_version="0",
+    torch_version="1",
+    python_version="2",
+)
+
+
+def wider(row, budget, **changes):
+    return replace(row, options={**row.options, "parts": budget}, budget=budget, **changes)
+
+
+ROWS = [
+    ROW,
+    replace(ROW, head=1, output=0.3),
+    wider(ROW, 64, output=0.02, units=64),
+    replace(ROW, method="perfect", is_oracle=True, output=0.01, time_ratio=40.0),
+    replace(ROW, method="other", family="kernel", approximates="own", output=2.5),
+    replace(ROW, method="shy", family="latent", status="unsupported", reason="no.", output=None),
+    replace(ROW, input="second", output=0.5),
+]
+
+
+def line(text, *starts):
+    found = [x for x in text.splitlines() if x.split()[: len(starts)] == list(starts)]
+    assert len(found) == 1, text
+    return found[0].split()
+
+
+def test_a_table_has_the_median_over_heads_and_the_worst_head():
+    text = report.text(ROWS[:-1])
+    assert line(text, "fake", "16")[2:] == [
+        "0.200",
+        "0.300",
+        "0.0100",
+        "0.0200",
+        "0.500",
+        "0.500",
+        "0.750",
+    ]
+    assert line(text, "fake", "64")[2] == "0.0200"
+    assert line(text, "mean", "of", "values")[3] == "0.900"
+    assert line(text, "uniform", "keys", "64")[3] == "0.800"
+    assert line(text, "float32", "floor")[2] == "1.0e-7"
+
+
+def test_the_summary_is_the_median_over_inputs():
+    text = report.text(ROWS)
+    assert "Summary over 2 inputs" in text
+    assert line(text, "fake", "16")[2:4] == ["0.350", "0.500"]  # of 0.2 and 0.5; the worst head
+    assert line(text, "fake", "16")[-1] == "2"
+    assert line(text, "fake", "64")[-1] == "1"
+    assert "first, 64 tokens" not in text
+    assert "first, 64 tokens, causal, float32: diffuse" in report.text(ROWS, details=True)
+
+
+def test_it_fits_a_hundred_columns_and_says_what_needs_saying():
+    for color in (False, True):
+        text = report.text(ROWS, details=True, color=color)
+        assert "shy unsupported: no." in text
+        for mark, method in (("(o)", "perfect"), ("(t)", "other")):
+            assert f"{method} {mark}" in text
+            assert f"\n{mark} " in text
+        assert "this machine" in text
+        assert "(f) methods" not in text  # none is fitted
+    plain = report.text(ROWS, details=True)
+    assert max(map(len, plain.splitlines())) <= 100
+    for name in report.COLUMNS:
+        assert f"{name:>7}  " in plain
+
+
+def test_a_report_of_failures_only():
+    row = replace(ROW, status="failed", reason="RuntimeError: no", output=None, time_ratio=None)
+    text = report.text([row])
+    assert "fake failed: RuntimeError: no" in text
+    assert "floor" not in text.split("method  what")[0]
+
+
+def test_markdown_and_csv(tmp_path):
+    paths = report.write(ROWS, tmp_path / "new")
+    assert [p.name for p in paths] == ["report.md", "report.csv"]
+    page = paths[0].read_text()
+    for part in (
+        "## Summary over 2 inputs",
+        "## first, 64 tokens",
+        "## second",
+        "`TV95`",
+        "machine",
+    ):
+        assert part in page
+    tables = [x for x in page.splitlines() if x.startswith("|")]
+    assert {x.count("|") for x in tables} == {3, 10, 11}
+    rows = list(csv.DictReader(io.StringIO(paths[1].read_text())))
+    assert list(rows[0]) == [f.name for f in fields(Row)]
+    assert len(rows) == len(ROWS)
+    assert float(rows[0]["output"]) == 0.1
+    assert rows[5]["output"] == ""
+
+
+@pytest.mark.parametrize(
+    ("x", "shown"),
+    [
+        (None, ""),
+        (0.0, "0"),
+        (1.0, "1.00"),
+        (0.99999, "1.00"),
+        (0.12345, "0.123"),
+        (0.0123, "0.0123"),
+        (0.00123, "0.0012"),
+        (0.000123, "1.2e-4"),
+        (12.34, "12.3"),
+        (1234.5, "1230"),
+        (123456.0, "1.2e5"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers_are_short(x, shown):
+    assert report.number(x) == shown
+
+
+def test_middle_weighs_inputs_equally():
+    rows = [replace(ROW, output=0.1)] * 9 + [replace(ROW, input="second", output=0.5)]
+    assert report.middle(rows, lambda r: r.output) == pytest.approx(0.3)
+    assert report.middle(rows, lambda r: r.weights) is None
+    assert np.isnan(report.middle([replace(ROW, output=float("nan"))], lambda r: r.output))
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    written = plot(ROWS, tmp_path)
+    assert [p.name for p in written] == ["error_flops.png", "error_time.png"]
+    assert all(p.stat().st_size > 10_000 for p in written)
+
+
+def test_no_picture_of_times_that_were_not_taken(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [replace(row, time_ratio=None) for row in ROWS]
+    assert [p.name for p in plot(rows, tmp_path)] == ["error_flops.png"]
+
+
+def test_plots_of_rows_that_cannot_be_on_a_logarithmic_axis(tmp_path):
+    pytest.importorskip("matplotlib")
+    odd = [replace(ROW, output=x) for x in (0.0, float("nan"), float("inf"))]
+    for rows in ([odd[0]], [odd[1]], [odd[2]], [ROW, *odd], [ROWS[5]]):
+        plot(rows, tmp_path)
