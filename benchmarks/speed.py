@@ -4,8 +4,8 @@
 
 For each length and form, torch's attention and the method run in turn (A B A B ...); medians of
 wall and of process CPU time. State tensors are drawn or fitted beforehand, as a layer keeps them.
-The floor is the time of in-cache matrix products with as many operations as `Method.cost` says the
-method needs, measured in the same run. A method whose contract fails is not timed.
+The floor is the time of in-cache matrix products with as many operations as those that the method
+needs, counted in a call, and measured in the same run. A method whose contract fails is not timed.
 
 The script runs itself again with glibc told to keep freed memory (MALLOC_MMAP_THRESHOLD_ and
 MALLOC_TRIM_THRESHOLD_): else every allocation above 32 MB is mapped and faulted in anew, which
@@ -29,7 +29,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import numattn
-from numattn.core.cost import Shape
+from numattn.core.cost import count_flops
 from numattn.testing import Subject, check, make_qkv
 
 KEEP = str(8 << 30)
@@ -85,11 +85,11 @@ def measure(
         length, batch=1, heads=heads, head_dim=dim, value_dim=dim, dtype=torch.float32
     )
     tensors = Subject(method).fit(q, k, v)
-    cost = method.cost(Shape(1, heads, heads, length, length, dim, dim, is_causal))
+    flops = count_flops(lambda: method(q, k, v, is_causal=is_causal, **tensors))
     calls = {
         "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
         "method": lambda: method(q, k, v, is_causal=is_causal, **tensors),
-        "floor": products(cost.flops, heads, dim),
+        "floor": products(flops, heads, dim),
     }
     with torch.no_grad():
         seconds = in_turn(calls, repeats)

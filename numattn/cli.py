@@ -174,7 +174,10 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     )
     add.add_argument("--no-timing", action="store_true", help="leave out the times")
     add.add_argument(
-        "--threads", type=_positive, metavar="T", help="processor threads (default: torch's choice)"
+        "--threads",
+        type=_positive,
+        metavar="T",
+        help="processor threads (default: as many as torch likes; on a busy machine 1 is quicker)",
     )
     add.add_argument(
         "--details",
@@ -260,7 +263,6 @@ def _method(name: str) -> Method:
 def _measure(args: argparse.Namespace) -> int:
     import torch
 
-    from numattn.measure.rows import RowsError
     from numattn.measure.sweep import sweep
 
     for name in args.methods:
@@ -292,7 +294,9 @@ def _measure(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 130
-    except (RowsError, ValueError, OSError) as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:  # RowsError is a ValueError
         raise _UserError(str(error)) from error
     return _failures(rows)
 
@@ -334,8 +338,8 @@ def _report(folder: Path, details: bool) -> None:
     from numattn.measure.rows import read_rows
 
     rows = read_rows(folder / "rows.jsonl")
-    print(report.text(rows, details=details, color=sys.stdout.isatty()))
     written = [folder / "rows.jsonl", *report.write(rows, folder), *_pictures(rows, folder)]
+    print(report.text(rows, details=details, color=sys.stdout.isatty()))
     print("\nWritten: " + ", ".join(str(path) for path in written))
 
 
@@ -422,8 +426,10 @@ def _one_line() -> Callable[[Progress], None]:
         if p.note:
             print(p.note, file=sys.stderr)
             return
-        left = (time.monotonic() - start) / p.done * (p.total - p.done) if p.done else 0
-        line = f"{p.done}/{p.total}  about {left:.0f} s left  {_what(p)}"
+        line = f"{p.done}/{p.total}  {_what(p)}"
+        if p.done:
+            left = (time.monotonic() - start) / p.done * (p.total - p.done)
+            line = f"{line}, about {left:.0f} s left" if p.method else line
         print(f"\r{line[:78]:<78}", end="", file=sys.stderr, flush=True)
 
     return show

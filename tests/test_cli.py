@@ -214,6 +214,13 @@ def test_help_and_version(capsys):
     assert run(capsys, "--version")[1].strip() == f"numattn {numattn.__version__}"
 
 
+def test_a_reader_that_has_seen_enough(tmp_path):
+    command = f"{sys.executable} -m numattn show exact | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("exact: ")
+    assert done.stderr == ""
+
+
 def test_the_module_runs():
     command = [sys.executable, "-m", "numattn", "list"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -124,6 +124,8 @@ def prepare(
     group = check(info, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     dtype = compute_dtype(query.dtype)
     padding, mask = _split_mask(attn_mask, group)
+    if padding is not None:
+        padding = padding.expand(-1, -1, key.shape[2])
     return Inputs(
         q=fold(query, group).to(dtype),
         k=key.to(dtype),

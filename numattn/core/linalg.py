@@ -100,7 +100,7 @@ def exp_(x: Tensor) -> Tensor:
 @torch.library.custom_op("numattn::exp_matmul", mutates_args=())
 def _exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     left, right, shift = _separate(a, b)
-    weights = (left @ right.mT).masked_fill_(~needed, 0.0)
+    weights = (left @ right.mT).mul_(needed)
     # A sum that is so small has lost terms below the smallest normal number that could matter.
     info = torch.finfo(a.dtype)
     least = a.shape[-1] * info.tiny / info.eps
@@ -143,7 +143,7 @@ def _exp_matmul_gradient(
     grad: Tensor, a: Tensor, b: Tensor, needed: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
     left, right, usual = _separate(a, b)
-    grad = grad.masked_fill(~needed, 0.0)
+    grad = grad * needed
     lost = shift != usual
     rest = grad.masked_fill(lost[..., None], 0.0)
     grad_a, grad_b = (rest @ right).mul_(left), (rest.mT @ left).mul_(right)

@@ -26,7 +26,7 @@ from numattn.core.linalg import exp_, exp_matmul, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.core.state import State
-from numattn.engines.tiles import recompute, spans, tile_elements
+from numattn.engines.tiles import recompute, sizes, split, tile_elements
 
 Feature = Callable[[Tensor], Tensor]  # (B, H, n, D) -> (B, H, n, m)
 
@@ -78,7 +78,7 @@ def within(
         den = weight.sum(-1)
         shift = shift.masked_fill(den == 0, -torch.inf)
     else:
-        weight = (phi @ psi.mT).masked_fill(~seen, 0.0)
+        weight = (phi @ psi.mT) * seen
         den = weight.sum(-1)
         shift = torch.zeros_like(den)
     return Partial(weight @ v, den, shift).merge(before)
@@ -131,9 +131,9 @@ def collect(
         return part.num, part.den, part.shift
 
     slots: Partial | None = None
-    for s0, s1 in spans(k.shape[2], _tile_rows(k)):
-        mask = None if padding is None else padding[..., s0:s1]
-        part = Partial(*recompute(step, k[:, :, s0:s1], v[:, :, s0:s1], mask))
+    tiles = _tile_sizes(k)
+    for tokens in zip(*(split(x, tiles) for x in (k, v, padding)), strict=True):
+        part = Partial(*recompute(step, *tokens))
         slots = part if slots is None else slots.merge(part)
     assert slots is not None  # callers return early on empty inputs
     return slots
@@ -145,13 +145,8 @@ def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
     def step(q: Tensor, num: Tensor, den: Tensor, shift: Tensor) -> Tensor:
         return read(phi(q), Partial(num, den, shift), log).out()
 
-    return torch.cat(
-        [
-            recompute(step, q[:, :, s0:s1], slots.num, slots.den, slots.shift)
-            for s0, s1 in spans(q.shape[2], _tile_rows(q))
-        ],
-        2,
-    )
+    tiles = split(q, _tile_sizes(q))
+    return torch.cat([recompute(step, t, slots.num, slots.den, slots.shift) for t in tiles], 2)
 
 
 def _causal(
@@ -179,21 +174,22 @@ def _causal(
 
     outs: list[Tensor] = []
     state: list[Tensor | None] = [None, None, None]
-    for s0, s1, size in _chunks(k.shape[2], max(_tile_rows(k) // CHUNK, 1)):
-        mask = None if padding is None else padding[..., s0:s1]
-        rows = q[:, :, s0 * group : s1 * group]
-        tokens = (k[:, :, s0:s1], v[:, :, s0:s1], mask)
-        out, *after = recompute(partial(step, size), rows, *tokens, *state)
+    chunks = _chunk_spans(k.shape[2], max(_tile_rows(k) // CHUNK, 1))
+    lengths = [length for length, _ in chunks]
+    rows = split(q, [length * group for length in lengths])
+    tokens = zip(*(split(x, lengths) for x in (k, v, padding)), strict=True)
+    for (_, size), own, others in zip(chunks, rows, tokens, strict=True):
+        out, *after = recompute(partial(step, size), own, *others, *state)
         state = list(after)
         outs.append(out)
     return torch.cat(outs, 2)
 
 
-def _chunks(length: int, at_once: int) -> list[tuple[int, int, int]]:
-    """(start, stop, chunk size): spans of whole chunks, and what is left as one short chunk."""
-    whole = length - length % CHUNK
-    full = [(a, b, CHUNK) for a, b in spans(whole, at_once * CHUNK)]
-    return full if whole == length else [*full, (whole, length, length - whole)]
+def _chunk_spans(length: int, at_once: int) -> list[tuple[int, int]]:
+    """(length, chunk size) of spans: some whole chunks each, and what is left as a short chunk."""
+    whole, rest = divmod(length, CHUNK)
+    spans = [(CHUNK * n, CHUNK) for n in sizes(whole, at_once)]
+    return [*spans, (rest, rest)] if rest else spans
 
 
 def _running(
@@ -217,6 +213,10 @@ def _running(
 def _tile_rows(x: Tensor) -> int:
     """Tokens of a tile whose features, taken to be 256, fit in the cache."""
     return max(tile_elements(x.device) // (256 * max(x.shape[0] * x.shape[1], 1)), 64)
+
+
+def _tile_sizes(x: Tensor) -> list[int]:
+    return sizes(x.shape[2], _tile_rows(x))
 
 
 class SlotsState(State):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,20 @@ def tile_elements(device: torch.device) -> int:
 def spans(length: int, step: int) -> list[tuple[int, int]]:
     """[0, length) in consecutive spans of at most `step`."""
     return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def sizes(length: int, step: int) -> list[int]:
+    """Lengths of the `spans`."""
+    return [b - a for a, b in spans(length, step)]
+
+
+def split(x: Tensor | None, lengths: list[int]) -> Sequence[Tensor | None]:
+    """Parts of (B, H, N, D) or (B, 1, N) along N; of None, as many Nones.
+
+    The gradient of a slice is as long as x, so that of all slices is quadratic; the gradients of
+    one split are joined once.
+    """
+    return [None] * len(lengths) if x is None else x.split(lengths, 2)
 
 
 def recompute(function: Callable[..., T], *tensors: Tensor | None) -> T:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numattn.core.info import FAMILIES
-from numattn.measure.report import by_method, middle
+from numattn.measure.report import blind_units, by_method, middle
 from numattn.measure.rows import Row
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _baselines(ax: Axes, rows: Sequence[Row]) -> None:
     if mean:
         ax.axhline(mean, color="#8a8a8a", linewidth=1.2, linestyle=":", label="mean of values")
     blind = {}
-    for units in sorted({r.units for r in rows if r.units is not None and r.units == r.budget}):
+    for units in blind_units(rows):
         blind[units] = middle([r for r in rows if r.units == units], lambda r: r.uniform_baseline)
     errors = [error for error in blind.values() if error]
     if errors:

@@ -144,7 +144,7 @@ def input_table(rows: Sequence[Row]) -> Table:
     if good:
         ruled.append(len(body))
         body.extend(_baselines(good))
-    return Table(title, tuple(COLUMNS), body, tuple(ruled), tuple(_refusals(rows)))
+    return _table(title, tuple(COLUMNS), body, ruled, rows)
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
@@ -160,7 +160,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
         ruled.append(len(counted))
         counted.extend((*line, str(len({r.setting for r in good}))) for line in _baselines(good))
     title = f"Summary over {len(names)} inputs (medians over inputs, heads and seeds)"
-    return Table(title, (*COLUMNS, "inputs"), counted, tuple(ruled), tuple(_refusals(rows)))
+    return _table(title, (*COLUMNS, "inputs"), counted, ruled, rows)
 
 
 def number(x: float | None) -> str:
@@ -188,6 +188,13 @@ def middle(rows: Iterable[Row], value: Value) -> float | None:
     return float(np.median([np.median(part) for part in parts.values()])) if parts else None
 
 
+def blind_units(rows: Iterable[Row]) -> list[int]:
+    """The units at which to show the uniform baseline: those that are budgets too, if any are."""
+    pairs = {(row.units, row.budget) for row in rows if row.units is not None and row.budget}
+    same = {units for units, budget in pairs if units == budget}
+    return sorted(same or {units for units, _ in pairs if units is not None})
+
+
 def by_method(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one method with the same options; by family, name, other options, budget."""
     parts: dict[tuple[int, str, str, int], list[Row]] = {}
@@ -202,6 +209,19 @@ def label(row: Row) -> str:
     marks = (("o", row.is_oracle), ("t", row.approximates == "own"), ("f", row.fitted))
     shown = "".join(mark for mark, holds in marks if holds)
     return f"{row.method} ({shown})" if shown else row.method
+
+
+def _table(
+    title: str,
+    header: tuple[str, ...],
+    body: list[tuple[str, ...]],
+    ruled: list[int],
+    rows: Sequence[Row],
+) -> Table:
+    """The table without the columns that are empty."""
+    kept = [i for i in range(len(header)) if i == 0 or any(line[i] for line in body)]
+    lines = [tuple(line[i] for i in kept) for line in body]
+    return Table(title, tuple(header[i] for i in kept), lines, tuple(ruled), tuple(_refusals(rows)))
 
 
 def _by_setting(rows: Sequence[Row]) -> list[list[Row]]:
@@ -242,10 +262,9 @@ def _lines(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[int]]:
 
 def _baselines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Lines for the blind baselines and the rounding of the dtype."""
-    budgets = {row.budget for row in rows if row.budget is not None}
     lines: list[tuple[str, str, Sequence[Row], Value]]
     lines = [("mean of values", "", rows, lambda r: r.mean_baseline)]
-    for units in sorted({u for row in rows if (u := row.units) is not None and u in budgets}):
+    for units in blind_units(rows):
         drawn = [row for row in rows if row.units == units]
         lines.append(("uniform keys", str(units), drawn, lambda r: r.uniform_baseline))
     lines.append((f"{rows[0].dtype} floor", "", rows, lambda r: r.floor))

@@ -147,10 +147,10 @@ def test_lengths_at_the_edges_of_chunks():
 def test_chunks_cover_the_length_once():
     for length in (1, 128, 129, 1000, 1024):
         for at_once in (1, 3):
-            spans = engine._chunks(length, at_once)
-            assert [a for a, _, _ in spans] == [0, *(b for _, b, _ in spans[:-1])]
-            assert spans[-1][1] == length
-            assert all((b - a) % size == 0 and size <= engine.CHUNK for a, b, size in spans)
+            spans = engine._chunk_spans(length, at_once)
+            assert sum(span for span, _ in spans) == length
+            assert all(span % size == 0 and size <= engine.CHUNK for span, size in spans)
+            assert all(span <= at_once * engine.CHUNK for span, _ in spans)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

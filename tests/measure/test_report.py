@@ -111,6 +111,17 @@ def test_it_fits_a_hundred_columns_and_says_what_needs_saying():
         assert f"{name:>7}  " in plain
 
 
+def test_the_uniform_baseline_is_shown_at_units_that_are_no_budgets():
+    text = report.text([replace(ROW, units=20)])
+    assert line(text, "uniform", "keys", "20")[3] == "0.800"
+
+
+def test_columns_that_are_empty_are_left_out():
+    text = report.text([replace(ROW, time_ratio=None)])
+    assert " time" not in text
+    assert "FLOPs" in text
+
+
 def test_a_report_of_failures_only():
     row = replace(ROW, status="failed", reason="RuntimeError: no", output=None, time_ratio=None)
     text = report.text([row])

@@ -1,5 +1,7 @@
+import gc
 import json
 import sys
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -119,6 +121,22 @@ def test_bad_requests():
         run([Fake], inputs=[X, X])
     with pytest.raises(ValueError, match="seeds must be positive"):
         run([Fake], seeds=0)
+
+
+def test_references_do_not_pile_up(monkeypatch):
+    module = sys.modules["numattn.measure.sweep"]
+    make, made, alive = module.reference, [], []
+
+    def watch(x):
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in made))
+        ref = make(x)
+        made.append(weakref.ref(ref))
+        return ref
+
+    monkeypatch.setattr(module, "reference", watch)
+    run([Fake], inputs=[X, Y], budgets=[4])
+    assert alive == [0, 0]
 
 
 # --- the file ---------------------------------------------------------------------------------
