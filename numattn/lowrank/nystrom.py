@@ -193,7 +193,8 @@ def _ridge(a: Tensor, y: Tensor, ridge: float) -> Tensor:
     x = torch.cholesky_solve(a.mT @ b, factor)
     for _ in range(_RIDGE_ORDER - 1):
         x = x + torch.cholesky_solve(a.mT @ (b - a @ x), factor)
-    return x.to(y.dtype)
+    # The solver's result lies by columns, which torch's fused attention does not take.
+    return x.to(y.dtype).contiguous()
 
 
 def _newton(a: Tensor, y: Tensor, num_iterations: int) -> Tensor:
