@@ -149,8 +149,9 @@ def _exp_matmul_gradient(
     grad_a, grad_b = (rest @ right).mul_(left), (rest.mT @ left).mul_(right)
     if bool(lost.any()):
         for row, head in _rows(lost, b):
-            terms = a[row][:, None] + b[head] - shift[row][:, None, None]  # (rows, c, m)
-            terms = exp_(terms.masked_fill_(~needed[row[-1]][..., None], -torch.inf))
+            terms = a[row][:, None] + b[head]  # (rows, c, m)
+            terms = terms.masked_fill_(~needed[row[-1]][..., None], -torch.inf)
+            terms = exp_(terms.sub_(shift[row][:, None, None]))
             terms = terms.mul_(grad[row][..., None])
             grad_a.index_put_(row, terms.sum(1))
             grad_b.index_put_(head, terms, accumulate=True)
@@ -205,5 +206,5 @@ def exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Ten
 
 
 def finite(shift: Tensor) -> Tensor:
-    """A shift that may be subtracted: -inf (nothing there) becomes 0."""
-    return torch.where(shift == -torch.inf, 0.0, shift)
+    """A shift that may be subtracted: -inf (nothing there) becomes a large negative number."""
+    return shift.clamp(min=-1e30)

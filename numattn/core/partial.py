@@ -107,13 +107,12 @@ class Partial:
         rows whose weights cancel.
         """
         none = self.den == 0
-        den = torch.where(none, 1.0, self.den)
-        out = self.num / den[..., None]
-        return out, torch.where(none, -torch.inf, finite(self.shift) + den.log())
+        lse = finite(self.shift) + (self.den + none).log()
+        return self.out(), lse.masked_fill(none, -torch.inf)
 
     def out(self) -> Tensor:
         """The output alone, (..., N, E)."""
-        return self.num / torch.where(self.den == 0, 1.0, self.den)[..., None]
+        return self.num / (self.den + (self.den == 0))[..., None]
 
     def cancelled(self, tolerance: float | None = None) -> Tensor:
         """Rows whose weights cancel, so that their quotient is rounding noise: bool (..., N).

@@ -95,6 +95,7 @@ def linear_attention(
     is_causal: bool = False,
     padding: Tensor | None = None,
     group: int = 1,
+    num_features: int = 256,
 ) -> Tensor:
     """Feature-map attention.
 
@@ -108,6 +109,7 @@ def linear_attention(
         is_causal: Row r attends to keys j <= r // group.
         padding: bool (B or 1, 1, Nk), True = exists.
         group: Rows per position.
+        num_features: m, by which tiles are sized.
 
     Returns:
         (B, H, Nq * group, E); zeros where there is nothing to attend to.
@@ -116,13 +118,19 @@ def linear_attention(
     memory is that of one tile of tokens; backward keeps the slots before each tile.
     """
     if is_causal:
-        return _causal(q, k, v, phi, psi, log, padding, group)
-    slots = collect(k, v, psi, log=log, padding=padding)
+        return _causal(q, k, v, phi, psi, log, padding, group, num_features)
+    slots = collect(k, v, psi, log=log, padding=padding, num_features=num_features)
     return attend(q, slots, phi, log=log)
 
 
 def collect(
-    k: Tensor, v: Tensor, psi: Feature, *, log: bool, padding: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    psi: Feature,
+    *,
+    log: bool,
+    num_features: int,
+    padding: Tensor | None = None,
 ) -> Partial:
     """Write all keys into slots, tile by tile."""
 
@@ -131,7 +139,7 @@ def collect(
         return part.num, part.den, part.shift
 
     slots: Partial | None = None
-    tiles = _tile_sizes(k)
+    tiles = sizes(k.shape[2], _tile_rows(k, num_features))
     for tokens in zip(*(split(x, tiles) for x in (k, v, padding)), strict=True):
         part = Partial(*recompute(step, *tokens))
         slots = part if slots is None else slots.merge(part)
@@ -141,12 +149,18 @@ def collect(
 
 def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
     """Read the slots from all queries, tile by tile."""
+    num, den = slots.num, slots.den
+    if log:  # mean values and log masses; an empty slot has mean 0
+        num, lse = slots.finalize()
+        den = finite(lse)[..., None, :]
 
-    def step(q: Tensor, num: Tensor, den: Tensor, shift: Tensor) -> Tensor:
-        return read(phi(q), Partial(num, den, shift), log).out()
+    def step(q: Tensor, num: Tensor, den: Tensor) -> Tensor:
+        if log:
+            return torch.softmax(phi(q) + den, -1) @ num
+        return read(phi(q), Partial(num, den, den), log).out()
 
-    tiles = split(q, _tile_sizes(q))
-    return torch.cat([recompute(step, t, slots.num, slots.den, slots.shift) for t in tiles], 2)
+    tiles = split(q, sizes(q.shape[2], _tile_rows(q, slots.den.shape[-1])))
+    return torch.cat([recompute(step, tile, num, den) for tile in tiles], 2)
 
 
 def _causal(
@@ -158,6 +172,7 @@ def _causal(
     log: bool,
     padding: Tensor | None,
     group: int,
+    num_features: int,
 ) -> Tensor:
     """Chunks are computed several at a time; the slots before each come from a running merge."""
 
@@ -174,7 +189,7 @@ def _causal(
 
     outs: list[Tensor] = []
     state: list[Tensor | None] = [None, None, None]
-    chunks = _chunk_spans(k.shape[2], max(_tile_rows(k) // CHUNK, 1))
+    chunks = _chunk_spans(k.shape[2], max(_tile_rows(k, num_features) // CHUNK, 1))
     lengths = [length for length, _ in chunks]
     rows = split(q, [length * group for length in lengths])
     tokens = zip(*(split(x, lengths) for x in (k, v, padding)), strict=True)
@@ -210,13 +225,10 @@ def _running(
     return Partial.stack(before, 2), slots
 
 
-def _tile_rows(x: Tensor) -> int:
-    """Tokens of a tile whose features, taken to be 256, fit in the cache."""
-    return max(tile_elements(x.device) // (256 * max(x.shape[0] * x.shape[1], 1)), 64)
-
-
-def _tile_sizes(x: Tensor) -> list[int]:
-    return sizes(x.shape[2], _tile_rows(x))
+def _tile_rows(x: Tensor, num_features: int) -> int:
+    """Tokens of a tile whose features and their exponentials fit in the cache."""
+    elements = 2 * num_features * max(x.shape[0] * x.shape[1], 1)
+    return max(tile_elements(x.device) // elements, 64)
 
 
 class SlotsState(State):
@@ -235,7 +247,13 @@ class SlotsState(State):
     def append(self, key: Tensor, value: Tensor) -> None:
         if key.shape[2]:
             dtype = self._slots.num.dtype
-            new = collect(key.to(dtype), value.to(dtype), self._psi, log=self._log)
+            new = collect(
+                key.to(dtype),
+                value.to(dtype),
+                self._psi,
+                log=self._log,
+                num_features=self._slots.den.shape[-1],
+            )
             self._slots = self._slots.merge(new)
 
     @torch.no_grad()

@@ -9,7 +9,6 @@ from torch import Tensor
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import prepare
-from numattn.core.linalg import exp_
 from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import State
@@ -100,13 +99,14 @@ def linear_attention(
         is_causal=is_causal,
         padding=x.padding,
         group=x.group,
+        num_features=x.q.shape[-1],
     )
     return x.restore(out)
 
 
 def _features(x: Tensor) -> Tensor:
     """elu(x) + 1, to full relative accuracy and with slope 1 at zero; (..., D) -> (..., D)."""
-    return exp_(x.clamp(max=0)) + x.relu()
+    return x.clamp(max=0).exp() + x.relu()
 
 
 @register

@@ -128,7 +128,16 @@ def performer_attention(
         raise ValueError("performer: precondition='none' contradicts a given center or balance.")
     phi, psi = _features(x.scale, projection.to(x.q), center, balance)
     out = linear_attention(
-        x.q, x.k, x.v, phi, psi, log=True, is_causal=is_causal, padding=x.padding, group=x.group
+        x.q,
+        x.k,
+        x.v,
+        phi,
+        psi,
+        log=True,
+        is_causal=is_causal,
+        padding=x.padding,
+        group=x.group,
+        num_features=num_features,
     )
     return x.restore(out)
 
@@ -140,7 +149,9 @@ def _features(
     root = abs(scale) ** 0.5
     towards = projection if balance is None else projection @ balance.to(projection).mT
     towards = (towards * (scale / root if root else 0.0)).mT  # omega . (M^T x) = (M omega) . x
-    back = None if balance is None else torch.linalg.inv(balance.double()).mT.to(projection)
+    back = None
+    if balance is not None:
+        back = torch.linalg.inv(balance.double()).mT.to(projection) * root
     omega = projection.mT
 
     def phi(q: Tensor) -> Tensor:
@@ -148,8 +159,8 @@ def _features(
 
     def psi(k: Tensor) -> Tensor:
         y = k if center is None else k - center.to(k)[..., None, :]
-        y = (y if back is None else y @ back) * root
-        return (y @ omega).sub_(y.square().sum(-1, keepdim=True) / 2)
+        y = y * root if back is None else y @ back
+        return (y @ omega).sub_((y * y).sum(-1, keepdim=True) / 2)
 
     return phi, psi
 

@@ -140,7 +140,16 @@ def gma_attention(
         mixture = _fit(x, num_components, num_iterations)
     phi, psi = _features(*mixture)
     out = linear_attention(
-        x.q, x.k, x.v, phi, psi, log=True, is_causal=is_causal, padding=x.padding, group=x.group
+        x.q,
+        x.k,
+        x.v,
+        phi,
+        psi,
+        log=True,
+        is_causal=is_causal,
+        padding=x.padding,
+        group=x.group,
+        num_features=num_components,
     )
     return x.restore(out)
 
@@ -159,7 +168,8 @@ def _features(means: Tensor, log_var: Tensor, log_prior: Tensor) -> tuple[Featur
         y = (x - center).flatten(0, 1)  # (B * Hk, n, D)
         shape = (*x.shape[:2], -1, -1)
         a, b, c = (t.expand(shape).flatten(0, 1) for t in (square, linear, constant))
-        return torch.baddbmm(torch.baddbmm(c, y, b), y.square(), a).unflatten(0, x.shape[:2])
+        # In place: with the bias copied out for each product it takes twice as long.
+        return torch.baddbmm(c, y, b).baddbmm_(y * y, a).unflatten(0, x.shape[:2])
 
     def log_responsibility(x: Tensor) -> Tensor:
         return log_density(x).log_softmax(-1)

@@ -352,4 +352,4 @@ def test_exp_in_place():
     x = torch.tensor([0.0, 1.0, -3.5, -200.0, -torch.inf], dtype=F64)
     want = x.exp()
     torch.testing.assert_close(exp_(x), want, rtol=1e-13, atol=0)
-    assert torch.equal(x[-1:], torch.zeros(1, dtype=F64))
+    assert torch.equal(x[::4], torch.tensor([1.0, 0.0], dtype=F64))
