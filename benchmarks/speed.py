@@ -2,10 +2,10 @@
 
     python benchmarks/speed.py [--smoke] [--length N ...] [METHOD ...]
 
-For each length and form, torch's attention and the method run in turn (A B A B ...); medians of
-wall and of process CPU time. State tensors are drawn or fitted beforehand, as a layer keeps them.
+For each length and form, the method and torch's attention run in turn (A B A B ...); medians of
+wall and of process CPU time, and of the ratios of wall times. State tensors are drawn or fitted beforehand, as a layer keeps them.
 The floor is the time of in-cache matrix products with as many operations as those that the method
-needs, counted in a call, and measured in the same run. A method whose contract fails is not timed.
+needs, counted in a call, and timed in turn with it. A method whose contract fails is not timed.
 
 The script runs itself again with glibc told to keep freed memory (MALLOC_MMAP_THRESHOLD_ and
 MALLOC_TRIM_THRESHOLD_): else every allocation above 32 MB is mapped and faulted in anew, which
@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,37 +29,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import numattn
 from numattn.core.cost import count_flops
+from numattn.measure.timing import ALLOCATOR, compare
 from numattn.testing import Subject, check, make_qkv
-
-KEEP = str(8 << 30)
 
 
 def keep_freed_memory() -> None:
     """Run this script again with glibc set to keep freed memory, unless it is already."""
-    wanted = {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
-
-
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall and CPU seconds of one call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    call()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def in_turn(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
-    """Median wall and CPU seconds of each call, all of them run in turn."""
-    for call in calls.values():
-        call()
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            runs[name].append(timed(call))
-    return {
-        name: (statistics.median(w for w, _ in r), statistics.median(c for _, c in r))
-        for name, r in runs.items()
-    }
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
 
 
 def products(flops: int, heads: int, dim: int) -> Callable[[], None]:
@@ -85,21 +61,28 @@ def measure(
         length, batch=1, heads=heads, head_dim=dim, value_dim=dim, dtype=torch.float32
     )
     tensors = Subject(method).fit(q, k, v)
-    flops = count_flops(lambda: method(q, k, v, is_causal=is_causal, **tensors))
-    calls = {
-        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-        "method": lambda: method(q, k, v, is_causal=is_causal, **tensors),
-        "floor": products(flops, heads, dim),
+
+    def call() -> object:
+        return method(q, k, v, is_causal=is_causal, **tensors)
+
+    def sdpa() -> object:
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    beside_sdpa = compare(call, sdpa, repeats, limit=math.inf)
+    beside_floor = compare(call, products(count_flops(call), heads, dim), repeats, limit=math.inf)
+    return {
+        "method": method.to_dict(),
+        "length": length,
+        "causal": is_causal,
+        "ms": 1e3 * beside_sdpa.seconds,
+        "cpu_ms": 1e3 * beside_sdpa.cpu_seconds,
+        "sdpa_ms": 1e3 * beside_sdpa.baseline_seconds,
+        "sdpa_cpu_ms": 1e3 * beside_sdpa.baseline_cpu_seconds,
+        "ratio": beside_sdpa.ratio,
+        "cpu_ratio": beside_sdpa.cpu_seconds / beside_sdpa.baseline_cpu_seconds,
+        "floor_ms": 1e3 * beside_floor.baseline_seconds,
+        "over_floor": beside_floor.ratio,
     }
-    with torch.no_grad():
-        seconds = in_turn(calls, repeats)
-    row: dict[str, object] = {"method": method.to_dict(), "length": length, "causal": is_causal}
-    for name, (wall, cpu) in seconds.items():
-        row |= {f"{name}_ms": wall * 1e3, f"{name}_cpu_ms": cpu * 1e3}
-    row["ratio"] = seconds["method"][0] / seconds["sdpa"][0]
-    row["cpu_ratio"] = seconds["method"][1] / seconds["sdpa"][1]
-    row["over_floor"] = seconds["method"][0] / seconds["floor"][0]
-    return row
 
 
 def commit() -> str:
@@ -142,7 +125,7 @@ def main() -> None:
                 row = measure(numattn.get(name), length, is_causal, args.repeats)
                 label = f"{name} {length}{' causal' if is_causal else ''}"
                 print(
-                    f"{label:28}{row['method_ms']:9.1f}{row['sdpa_ms']:9.1f}{row['ratio']:8.3f}"
+                    f"{label:28}{row['ms']:9.1f}{row['sdpa_ms']:9.1f}{row['ratio']:8.3f}"
                     f"{row['cpu_ratio']:10.3f}{row['floor_ms']:9.1f}{row['over_floor']:8.2f}",
                     flush=True,
                 )

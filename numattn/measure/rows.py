@@ -142,6 +142,8 @@ def read_rows(path: Path | str) -> list[Row]:
     Raises:
         RowsError: The file cannot be read, or a line is not a row.
     """
+    if not Path(path).exists():
+        raise RowsError(f"{path}: there is no such file; `numattn measure` writes one.")
     store = Store(Path(path), lambda note: warnings.warn(note, stacklevel=4))
     if not store.blocks:
         raise RowsError(f"{path} holds no rows.")

@@ -247,7 +247,7 @@ def test_a_missing_line_in_the_middle_is_an_error(tmp_path):
 
 def test_an_empty_or_missing_file_has_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    with pytest.raises(RowsError, match="holds no rows"):
+    with pytest.raises(RowsError, match="there is no such file"):
         read_rows(path)
     path.touch()
     with pytest.raises(RowsError, match="holds no rows"):
