@@ -3,9 +3,10 @@
     python benchmarks/speed.py [--smoke] [--length N ...] [METHOD ...]
 
 For each length and form, the method and torch's attention run in turn (A B A B ...); medians of
-wall and of process CPU time, and of the ratios of wall times. State tensors are drawn or fitted beforehand, as a layer keeps them.
-The floor is the time of in-cache matrix products with as many operations as those that the method
-needs, counted in a call, and timed in turn with it. A method whose contract fails is not timed.
+wall and of process CPU time, and of the ratios of wall times. State tensors are drawn or fitted
+beforehand, as a layer keeps them. The floor is the time of in-cache matrix products with as many
+operations as those that the method needs, counted in a call, and timed in turn with it. A method
+whose contract fails is not timed.
 
 The script runs itself again with glibc told to keep freed memory (MALLOC_MMAP_THRESHOLD_ and
 MALLOC_TRIM_THRESHOLD_): else every allocation above 32 MB is mapped and faulted in anew, which

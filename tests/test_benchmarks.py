@@ -1,0 +1,19 @@
+"""The benchmarks run; what they measure is not tested."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(ROOT.glob("benchmarks/*.py"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_smoke(script):
+    call = [sys.executable, str(script), "--smoke", "linear"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sum(line.startswith("linear") for line in done.stdout.splitlines()) >= 2
