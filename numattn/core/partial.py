@@ -88,8 +88,8 @@ class Partial:
             mine = self.den if self.mass is None else self.mass
             theirs = other.den if other.mass is None else other.mass
             mass = mine * a + theirs * b
-        num = self.num * a[..., None] + other.num * b[..., None]
-        return Partial(num, self.den * a + other.den * b, shift, mass)
+        num = torch.addcmul(self.num * a[..., None], other.num, b[..., None])
+        return Partial(num, torch.addcmul(self.den * a, other.den, b), shift, mass)
 
     def scale(self, log_weight: Tensor | float) -> Partial:
         """Multiply every weight by exp(log_weight), given per row: counts, importance weights."""

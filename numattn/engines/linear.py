@@ -78,10 +78,14 @@ def within(
         den = weight.sum(-1)
         shift = shift.masked_fill(den == 0, -torch.inf)
     else:
-        weight = (phi @ psi.mT) * seen
-        den = weight.sum(-1)
-        shift = torch.zeros_like(den)
-    return Partial(weight @ v, den, shift).merge(before)
+        weight = (phi @ psi.mT).mul_(seen)
+        den, shift = weight.sum(-1), before.shift
+    return _add(before, Partial(weight @ v, den, shift), log)
+
+
+def _add(a: Partial, b: Partial, log: bool) -> Partial:
+    """Both together; without logarithms there is no scale to bring them to."""
+    return a.merge(b) if log else Partial(a.num + b.num, a.den + b.den, b.shift)
 
 
 def linear_attention(
@@ -142,7 +146,7 @@ def collect(
     tiles = sizes(k.shape[2], _tile_rows(k, num_features))
     for tokens in zip(*(split(x, tiles) for x in (k, v, padding)), strict=True):
         part = Partial(*recompute(step, *tokens))
-        slots = part if slots is None else slots.merge(part)
+        slots = part if slots is None else _add(slots, part, log)
     assert slots is not None  # callers return early on empty inputs
     return slots
 
@@ -183,7 +187,7 @@ def _causal(
         fk = psi(k).unflatten(2, (-1, size))
         values = v.unflatten(2, (-1, size))
         mask = None if padding is None else padding.unflatten(2, (-1, size))
-        before, after = _running(write(fk, values, mask, log), *state)
+        before, after = _running(write(fk, values, mask, log), log, *state)
         part = within(fq, fk, values, mask, read(fq, before, log), group, log)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
@@ -208,7 +212,7 @@ def _chunk_spans(length: int, at_once: int) -> list[tuple[int, int]]:
 
 
 def _running(
-    chunks: Partial, num: Tensor | None, den: Tensor | None, shift: Tensor | None
+    chunks: Partial, log: bool, num: Tensor | None, den: Tensor | None, shift: Tensor | None
 ) -> tuple[Partial, Partial]:
     """Slots before each chunk, (B, H, chunks, m, E), and after the last, from those of chunks."""
     if num is None or den is None or shift is None:
@@ -219,9 +223,8 @@ def _running(
     before = []
     for c in range(chunks.den.shape[2]):
         before.append(slots)
-        slots = slots.merge(
-            Partial(chunks.num[:, :, c], chunks.den[:, :, c], chunks.shift[:, :, c])
-        )
+        new = Partial(chunks.num[:, :, c], chunks.den[:, :, c], chunks.shift[:, :, c])
+        slots = _add(slots, new, log)
     return Partial.stack(before, 2), slots
 
 

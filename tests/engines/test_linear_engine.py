@@ -279,10 +279,11 @@ def test_memory_of_a_naive_form_would_be_noticed():
     assert min(saved, largest) >= 256 * 16 * 16
 
 
-def test_running_slots_are_prefix_sums():
+@pytest.mark.parametrize("log", [False, True])
+def test_running_slots_are_prefix_sums(log):
     _, fk, v = tokens(1, 12)
-    chunks = engine.write(fk.unflatten(2, (3, 4)), v.unflatten(2, (3, 4)), None, False)
-    before, after = engine._running(chunks, None, None, None)
+    chunks = engine.write(given(fk, log).unflatten(2, (3, 4)), v.unflatten(2, (3, 4)), None, log)
+    before, after = engine._running(chunks, log, None, None, None)
     for c in range(3):
         part = Partial(before.num[:, :, c], before.den[:, :, c], before.shift[:, :, c])
         same(part, fk[:, :, : 4 * c].mT @ v[:, :, : 4 * c], fk[:, :, : 4 * c].sum(2))
