@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(ROOT.glob("benchmarks/*.py"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_smoke(script):
+    if script.stem == "memory" and not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of resident memory is read from /proc")
     call = [sys.executable, str(script), "--smoke", "linear"]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
