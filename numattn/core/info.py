@@ -33,6 +33,8 @@ class Info:
         normalised: Whether its weights sum to one in every row.
         scaled: Whether there are logits that ``scale`` multiplies.
         linear_in_value: Whether the output is linear in value.
+        bounded: Whether its weights are of the kind that its family's oracle is the best of: no more
+            than `Cost.units` keys in a row of the sparse family, no higher rank in the others.
         oracle: Whether it is its family's best possible answer rather than a cheap method.
         fits_causal: Whether a causal call needs its state tensors given, because fitting them on
             the batch would let the future in.
@@ -57,6 +59,7 @@ class Info:
     normalised: bool = True
     scaled: bool = True
     linear_in_value: bool = True
+    bounded: bool = True
     oracle: bool = False
     fits_causal: bool = False
     state_tensors: tuple[str, ...] = ()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from numattn.core.info import Info
+from numattn.core.linalg import take
 
 
 class Unsupported(NotImplementedError):
@@ -64,13 +65,49 @@ class Inputs:
         """Whether there is nothing to compute: no query, or no key to attend to."""
         return 0 in self.q.shape or 0 in self.k.shape or 0 in self.v.shape
 
+    @property
+    def num_keys(self) -> Tensor:
+        """How many keys exist, int (B or 1, 1)."""
+        if self.padding is None:
+            return torch.full((1, 1), self.k.shape[2], device=self.k.device)
+        return self.padding.sum(-1)
+
+    def compact(self) -> tuple[Inputs, Tensor | None]:
+        """The same call with the tokens that exist first, in their order, and the padding last.
+
+        What a method does with positions is then not moved by padding before the tokens. Queries
+        move with the keys where they are equally many, see `query_padding`.
+
+        Returns:
+            The inputs, and where each row of q went, int (B or 1, 1, rows), for `take` to bring
+            the rows of the output back; None where no row moved.
+        """
+        if self.padding is None:
+            return self, None
+        order = (~self.padding).to(torch.uint8).argsort(dim=-1, stable=True)  # (B or 1, 1, Nk)
+        moved = replace(
+            self,
+            k=take(self.k, order),
+            v=take(self.v, order),
+            padding=self.padding.gather(-1, order),
+        )
+        if self.query_padding is None:
+            return moved, None
+        member = torch.arange(self.group, device=order.device)
+        rows = (order[..., None] * self.group + member).flatten(2)
+        return replace(moved, q=take(self.q, rows)), rows.argsort(dim=-1)
+
     def nothing(self) -> Tensor:
         """The output when nothing can be attended to: zeros that keep the graph connected."""
         zero = self.q[..., :0].sum() + self.k[..., :0].sum() + self.v[..., :0].sum()
         return zero.to(self.dtype).expand(self.shape).clone()
 
-    def restore(self, out: Tensor) -> Tensor:
-        """Rows (B, Hk, Nq * group, E) back to (B, H, Nq, E) in the query's type."""
+    def restore(self, out: Tensor, place: Tensor | None = None) -> Tensor:
+        """Rows (B, Hk, Nq * group, E) back to (B, H, Nq, E) in the query's type.
+
+        `place` says where `compact` put each row.
+        """
+        out = out if place is None else take(out, place)
         return unfold(out, self.group).to(self.dtype)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, positive, prepare
+from numattn.core.linalg import take
 from numattn.core.method import Method
 from numattn.core.partial import Partial
 from numattn.core.registry import register
@@ -149,7 +150,7 @@ def _attend_tiles(x: Inputs, first: Tensor, reach: tuple[int, int]) -> Tensor:
     """Every row over its window and the first tokens: (B, Hk, rows, E)."""
     num_first, rows, keys = first.shape[1], x.q.shape[2], x.k.shape[2]
     tiles = _tiles(keys, reach)
-    k0, v0 = _take(x.k, first), _take(x.v, first)
+    k0, v0 = take(x.k, first[:, None]), take(x.v, first[:, None])
     exists0 = None if x.padding is None else x.padding[:, 0].gather(1, first)[:, None]
     mask = None if x.mask is None else x.mask.expand(*x.mask.shape[:3], keys)
     queries = x.q.split(_ROWS * x.group, 2)
@@ -223,7 +224,7 @@ def _attend_from_global(x: Inputs, index: Tensor, out: Tensor) -> Tensor:
     if mask is not None:
         mask = crop(mask, x.q.shape[2], 0, rows.shape[1], 0, x.k.shape[2])
     part = softmax_partial(
-        _take(x.q, rows),
+        take(x.q, rows[:, None]),
         x.k,
         x.v,
         scale=x.scale,
@@ -232,12 +233,6 @@ def _attend_from_global(x: Inputs, index: Tensor, out: Tensor) -> Tensor:
         group=x.group,
     )
     return out.scatter(2, rows[:, None, :, None].expand_as(part.num), part.out())
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens of x (B, H, N, D) at `index` (B or 1, n)."""
-    where = index[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3])
-    return x.gather(2, where)
 
 
 def _runs(x: Tensor, tiles: list[Tile]) -> list[Sequence[Tensor]]:

@@ -356,7 +356,9 @@ def linear_in_value(s: Subject) -> None:
         close(both, apart, "linearity in value")
 
 
-@_check(lambda s: s.info.approximates == "softmax" and s.info.linear_in_value)
+@_check(
+    lambda s: s.info.approximates == "softmax" and s.info.linear_in_value and s.info.bounded
+)
 def never_beats_the_oracle(s: Subject) -> None:
     """No k-sparse row is nearer than top-k; no rank-r matrix nearer than the truncated SVD."""
     q, k, _ = make_qkv(48, batch=1)

@@ -1,10 +1,12 @@
 """Linear algebra against torch's own, loops and moments."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
+from numattn.core import linalg
 from numattn.core.linalg import (
     draw,
     exp_,
@@ -353,3 +355,78 @@ def test_exp_in_place():
     want = x.exp()
     torch.testing.assert_close(exp_(x), want, rtol=1e-13, atol=0)
     assert torch.equal(x[::4], torch.tensor([1.0, 0.0], dtype=F64))
+
+
+def tokens(n, batch=2, heads=3, dim=4, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, n, dim, generator=source, dtype=torch.float64)
+
+
+def test_take_and_group_means_by_loops():
+    x = tokens(9)
+    index = torch.randint(0, 9, (2, 3, 5), generator=torch.Generator().manual_seed(1))
+    label = torch.randint(0, 5, (2, 3, 9), generator=torch.Generator().manual_seed(2))
+    taken, (means, counts) = linalg.take(x, index), linalg.group_means(x, label, 4)
+    for b in range(2):
+        for h in range(3):
+            assert torch.equal(taken[b, h], x[b, h, index[b, h]])
+            for c in range(4):  # label 4 is left out
+                member = x[b, h, label[b, h] == c]
+                assert counts[b, h, c] == len(member)
+                want = member.mean(0) if len(member) else torch.zeros(4, dtype=x.dtype)
+                torch.testing.assert_close(means[b, h, c], want)
+    shared = index[:1, :1]
+    assert torch.equal(linalg.take(x, shared)[1, 2], x[1, 2, shared[0, 0]])
+
+
+def test_nearest_is_the_nearest():
+    x, centers = tokens(50), tokens(7, seed=1)
+    label, distance = linalg.nearest(x, centers)
+    every = torch.cdist(x, centers).square()
+    assert torch.equal(label, every.argmin(-1))
+    torch.testing.assert_close(distance, every.amin(-1))
+
+
+def test_kmeans_lowers_its_objective_and_ends_in_a_partition():
+    x = tokens(200)
+
+    def objective(label):
+        means, _ = linalg.group_means(x, label, 8)
+        return (x - linalg.take(means, label)).square().sum()
+
+    values = [objective(linalg.kmeans(x, 8, n)) for n in (1, 2, 4, 8, 16)]
+    assert all(b <= a * (1 + 1e-12) for a, b in pairwise(values))
+    label = linalg.kmeans(x, 8, 50)
+    means, counts = linalg.group_means(x, label, 8)
+    assert (counts > 0).all()
+    assert torch.equal(label, linalg.nearest(x, means)[0])  # a fixed point
+
+
+def test_kmeans_finds_separated_clusters():
+    centers = 100 * tokens(5, seed=3)
+    member = torch.arange(60) % 5
+    x = centers[:, :, member] + tokens(60, seed=4)
+    label = linalg.kmeans(x, 5, 20)
+    assert torch.equal(label[:, :, :5].sort(-1).values, torch.arange(5).expand(2, 3, 5))
+    assert torch.equal(label, label[:, :, :5].repeat(1, 1, 12))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_kmeans_takes_padding_for_truncation(side):
+    x = tokens(30)
+    keep = slice(11, 30) if side == "left" else slice(0, 19)
+    padding = torch.zeros(2, 1, 30, dtype=torch.bool)
+    padding[:, :, keep] = True
+    label = linalg.kmeans(torch.where(padding[..., None], x, 1e6), 4, 5, padding)
+    assert torch.equal(label[:, :, keep], linalg.kmeans(x[:, :, keep], 4, 5))
+    assert (label.masked_fill(padding, 4) == 4).all()
+
+
+def test_kmeans_with_fewer_tokens_than_clusters():
+    x = tokens(3)
+    label = linalg.kmeans(x, 8, 3)
+    assert all(len(set(row.tolist())) == 3 for row in label.flatten(0, 1))
+    same = linalg.kmeans(x[:, :, :1].expand(-1, -1, 10, -1), 4, 3)
+    assert (same == same[..., :1]).all()
+    none = torch.zeros(1, 1, 3, dtype=torch.bool)
+    assert (linalg.kmeans(x, 2, 3, none) == 2).all()

@@ -256,3 +256,27 @@ def test_empty_calls_give_zeros_that_carry_gradients(part):
     assert not out.any()
     out.sum().backward()
     assert leaves["q"].grad is not None
+
+
+def test_compact_moves_padding_to_the_end_and_back():
+    q, k, v = (torch.randn(2, h, 6, 3) for h in (4, 2, 2))
+    mask = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1]]).bool()[:, None, None]
+    x = prepare(FULL, q, k, v, mask, False, None, True)
+    y, place = x.compact()
+    assert torch.equal(y.k[0, :, :3], k[0][:, [1, 2, 4]])
+    assert torch.equal(y.v[1], v[1])
+    assert y.padding.int().tolist() == [[[1, 1, 1, 0, 0, 0]], [[1] * 6]]
+    assert torch.equal(x.num_keys, torch.tensor([[3], [6]]))
+    assert torch.equal(y.restore(y.q, place), q)  # rows of a group moved together
+    assert torch.equal(y.q[0, 1, 2:4], q[0, 2:4, 2])  # position 2 is the second that exists
+
+
+def test_compact_leaves_the_queries_of_other_sequences_alone():
+    q, k = torch.randn(1, 1, 4, 3), torch.randn(1, 1, 3, 3)
+    mask = torch.tensor([[[[False, True, True]]]])
+    y, place = prepare(FULL, q, k, k, mask, False, None, False).compact()
+    assert place is None
+    assert torch.equal(y.q, q)
+    assert torch.equal(y.k[0, 0, :2], k[0, 0, 1:])
+    plain = prepare(FULL, q, q, q, None, False, None, False)
+    assert plain.compact() == (plain, None)
