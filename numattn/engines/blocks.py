@@ -54,8 +54,10 @@ def blocks_attention(
     Args:
         q: (B, H, rows, D), float32 or float64; rows ``[t * height, (t + 1) * height)`` are tile t,
             the last one may be short.
-        k: (B, H, Nk, D); keys ``[u * width, (u + 1) * width)`` are tile u, the last may be short.
-        v: (B, H, Nk, E).
+        k: (B, Hk, Nk, D); keys ``[u * width, (u + 1) * width)`` are tile u, the last may be short.
+            Head h of q reads head h // (H / Hk), so that query heads can have lists of their own;
+            those that share their lists are folded into rows instead, as `Inputs` does.
+        v: (B, Hk, Nk, E).
         tiles: int (B or 1, H or 1, T, L), numbers of key tiles for each of the T query tiles; -1
             lists nothing, a tile that is listed twice counts once. None lists, for each query
             tile, every key tile between the least of its ``first`` and the greatest of its
@@ -63,10 +65,10 @@ def blocks_attention(
         height: Rows of a query tile.
         width: Keys of a key tile.
         scale: Factor of the logits.
-        bias: Per-key bias (B or 1, H or 1, Nk): log counts, log weights; -inf removes a key.
+        bias: Per-key bias (B or 1, Hk or 1, Nk): log counts, log weights; -inf removes a key.
         first: int (B or 1, H or 1, rows); row i sees only keys from first_i on,
         last: and before last_i, of the same shape. Give both or neither.
-        skip: (first, last, code), int (B or 1, H or 1, rows, C) twice and (B or 1, H or 1, Nk, C).
+        skip: (first, last, code), int (B or 1, H or 1, rows, C) twice and (B or 1, Hk or 1, Nk, C).
             Row i does not see key j if first_ic <= code_jc < last_ic for any c: pairs that are
             counted elsewhere.
         mask: bool (B or 1, H or 1, T, height, L * width), True = sees; of ``tiles`` only.
@@ -125,8 +127,8 @@ def attend_lists(
         return zero[..., None].expand(*q.shape[:3], v.shape[3]), zero - torch.inf
     short, few = -rows % height, -k.shape[2] % width  # what the last tiles lack
 
-    def flat(x: Tensor | None, pad: int = 0) -> Any:
-        """(B or 1, H or 1, n, ...) -> (B * H, n + pad, ...), integers in 32 bits."""
+    def flat(x: Tensor | None, pad: int = 0, heads: int = heads) -> Any:
+        """(B or 1, heads or 1, n, ...) -> (B * heads, n + pad, ...), integers in 32 bits."""
         if x is None:
             return None
         if not x.is_floating_point() and x.dtype is not torch.bool:
@@ -134,11 +136,14 @@ def attend_lists(
         x = x.expand(batch, heads, *x.shape[2:]).flatten(0, 1)
         return F.pad(x, (0, 0) * (x.dim() - 2) + (0, pad)) if pad else x
 
+    def keyed(x: Tensor | None) -> Any:
+        return flat(x, few, k.shape[1])
+
     low, high, code = skip if skip is not None else (None, None, None)
     out, lse = _blocks(
-        *(flat(q, short), flat(k, few), flat(v, few), flat(tiles), flat(log_weight)),
-        *(flat(bias, few), flat(first, short), flat(last, short)),
-        *(flat(low, short), flat(high, short), flat(code, few), flat(mask)),
+        *(flat(q, short), keyed(k), keyed(v), flat(tiles), flat(log_weight)),
+        *(keyed(bias), flat(first, short), flat(last, short)),
+        *(flat(low, short), flat(high, short), keyed(code), flat(mask)),
         *(height, width, k.shape[2], scale),
     )
     out, lse = (x.unflatten(0, (batch, heads)) for x in (out, lse))
@@ -147,7 +152,7 @@ def attend_lists(
 
 @dataclass(frozen=True)
 class _Work:
-    """The arguments of the operator, cut into tiles; G = B * H, n = G * T query tiles."""
+    """The arguments of the operator, cut into tiles; n = B * H * T query tiles, G = B * Hk."""
 
     q: Tensor  # (n, height, D)
     k: Tensor  # (G * U, width * D)
@@ -165,17 +170,18 @@ class _Work:
     width: int
     keys: int
     scale: float
-    per_head: int  # T
+    per_head: int  # query tiles that read the same key head, T * H / Hk
     key_tiles: int  # U
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> _Work:
         """From the arguments of the operator, (G, n, ...)."""
         tiles, log_weight, bias, first, last, low, high, code, mask, height, width, *_ = rest
-        per_head, key_tiles = q.shape[1] // height, k.shape[1] // width
+        key_tiles = k.shape[1] // width
+        per_head = q.shape[0] * q.shape[1] // (height * k.shape[0])
 
         def rows(x: Tensor | None) -> Any:
-            return None if x is None else x.unflatten(1, (per_head, height)).flatten(0, 1)
+            return None if x is None else x.unflatten(1, (-1, height)).flatten(0, 1)
 
         def lists(x: Tensor | None) -> Any:
             return None if x is None else x.flatten(0, 1)

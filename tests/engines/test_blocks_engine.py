@@ -90,6 +90,25 @@ def test_listed_tiles(rows, keys, height, width, shared):
     )
 
 
+def test_query_heads_with_lists_of_their_own_share_key_heads():
+    rows, keys, group = 12, 20, 3
+    q = torch.cat([inputs(rows, keys, seed=s)[0] for s in range(group)], 1)
+    _, k, v = inputs(rows, keys)
+    tiles = integers(-1, 5, 2, 9, 3, 2)
+    bias = torch.randn(2, 3, keys, dtype=F64, generator=torch.Generator().manual_seed(3))
+    seen = listed(tiles, rows, keys, 4, 4, heads=9)
+
+    def expanded(q, k, v, b):
+        k, v, b = (x.repeat_interleave(group, 1) for x in (k, v, b))
+        return dense(q, k, v, seen, bias=b)
+
+    agree(
+        lambda q, k, v, b: blocks_attention(q, k, v, tiles, height=4, width=4, scale=SCALE, bias=b),
+        expanded,
+        [q, k, v, bias],
+    )
+
+
 def test_an_empty_list_is_the_identity():
     q, k, v = inputs(8, 8)
     tiles = torch.tensor([[0, -1], [-1, -1]])[None, None]
