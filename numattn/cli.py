@@ -58,6 +58,7 @@ MEASURE_EXAMPLES = """\
 examples:
   numattn measure
   numattn measure nystrom performer --budget 16 64 256 --seeds 5
+  numattn measure --family sparse lowrank
   numattn measure --input gaussian sink my.safetensors --length 512
 """
 
@@ -125,8 +126,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_arguments(add: argparse.ArgumentParser) -> None:
+    from numattn.core.info import FAMILIES
+
     add.add_argument(
         "methods", nargs="*", metavar="METHOD", help="default: all that need no training"
+    )
+    add.add_argument(
+        "--family",
+        nargs="+",
+        action="extend",
+        choices=FAMILIES,
+        metavar="F",
+        help="all methods of a family that need no training: " + ", ".join(FAMILIES),
     )
     add.add_argument(
         "--budget",
@@ -265,8 +276,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     from numattn.measure.sweep import sweep
 
-    for name in args.methods:
-        _method(name)
+    wanted = _wanted(args)
     inputs = _inputs(args.input, args.length)
     device = _device(args.device)
     if args.threads:
@@ -276,7 +286,7 @@ def _measure(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         with _progress() as progress:
             rows = sweep(
-                args.methods or "all",
+                wanted,
                 args.budget,
                 inputs,
                 args.seeds,
@@ -299,6 +309,23 @@ def _measure(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:  # RowsError is a ValueError
         raise _UserError(str(error)) from error
     return _failures(rows)
+
+
+def _wanted(args: argparse.Namespace) -> str | list[str]:
+    """The methods that were named, and those of the families that were."""
+    import numattn
+
+    for name in args.methods:
+        _method(name)
+    members = [
+        record.info.name
+        for record in numattn.methods()
+        if record.info.family in (args.family or ()) and record.info.needs == "nothing"
+    ]
+    wanted = list(dict.fromkeys([*args.methods, *members]))
+    if args.family and not wanted:
+        raise _UserError(f"--family {' '.join(args.family)}: no method that needs no training.")
+    return wanted or "all"
 
 
 def _inputs(names: list[str] | None, length: int) -> list[QKV]:

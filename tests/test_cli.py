@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import numattn
 from numattn.cli import main
+from numattn.measure import read_rows
 
 BUDGETED = next(m.info.name for m in numattn.methods() if m.info.budget)
 
@@ -62,6 +63,8 @@ def test_an_unknown_method_suggests_the_nearest(capsys, tmp_path, command):
     [
         (("measure", "exact", "--budget", "none"), "must be a positive integer; got 'none'"),
         (("measure", "exact", "--budget", "0"), "must be a positive integer; got '0'"),
+        (("measure", "--family", "dense"), "invalid choice: 'dense'"),
+        (("measure", "--family", "tensor"), "--family tensor: no method"),
         (("measure", "exact", "--length", "-3"), "must be a positive integer; got '-3'"),
         (("measure", "exact", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("measure", "exact", "--device", "nowhere"), "--device nowhere"),
@@ -152,6 +155,17 @@ def test_a_corrupt_row_is_said_and_left_alone(capsys, tmp_path):
         assert status == 2
         assert f"{path}, line 1 " in err
     assert path.read_bytes() == before
+
+
+def test_measure_takes_families(capsys, tmp_path):
+    argv = ("--input", "gaussian", "--length", "16", "--budget", "4", "--out", str(tmp_path))
+    status, _, _ = run(capsys, "measure", "svd", "--family", "sparse", *argv, "--no-timing")
+    assert status == 0
+    found = {row.method for row in read_rows(tmp_path / "rows.jsonl")}
+    sparse = {m.info.name for m in numattn.methods() if m.info.family == "sparse"}
+    assert found == sparse | {"svd"}
+    rows = [row for row in read_rows(tmp_path / "rows.jsonl") if row.status == "ok"]
+    assert all((row.block_efficiency is None) == (row.family != "sparse") for row in rows)
 
 
 def test_a_torn_end_is_said_and_measured_again(capsys, tmp_path):

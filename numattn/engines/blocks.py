@@ -123,7 +123,7 @@ def attend_lists(
     """`blocks_attention` without removing repetitions, with log-weights (.., T, L * width)."""
     batch, heads, rows, _ = q.shape
     if 0 in (batch, heads, rows, k.shape[2]):
-        zero = q[..., :1].sum(-1) * 0 + k[..., :0].sum() + v[..., :0].sum()
+        zero = q[..., :0].sum(-1) + k[..., :0].sum() + v[..., :0].sum()
         return zero[..., None].expand(*q.shape[:3], v.shape[3]), zero - torch.inf
     short, few = -rows % height, -k.shape[2] % width  # what the last tiles lack
 

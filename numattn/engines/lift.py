@@ -3,8 +3,8 @@
 The first tokens attend among themselves, the others among themselves and, all of them past, to the
 first. Only that last block is rectangular and unmasked, so any method serves it; the parts are cut
 again until they are short enough for exact causal attention. Cuts are at ``leaf`` times powers of
-two, so that a row depends on no later token, not even on how many there are, and padding after the
-tokens is truncation.
+two of the tokens that exist, so that a row depends on no later token, not even on how many there
+are, and padding is truncation.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from numattn.core.inputs import Inputs
+from numattn.core.linalg import take
 from numattn.core.partial import Partial
 from numattn.engines.softmax import key_bias, softmax_partial
 
@@ -40,7 +41,9 @@ def lift(x: Inputs, block: Block, *, leaf: int = LEAF) -> Tensor:
     Cost: the exact leaves, and a call for each block of `split_points`: on log2(N / leaf) levels
     about half the bidirectional cost of a linear method.
     """
-    return _lift(x, block, leaf).out()
+    x, place = x.compact()
+    out = _lift(x, block, leaf).out()
+    return out if place is None else take(out, place)
 
 
 def _lift(x: Inputs, block: Block, leaf: int) -> Partial:

@@ -114,8 +114,7 @@ def nystrom_attention(
     attention that is far from low rank. ``"exact"`` is for theory: on smooth sequences its error
     grows without limit as m does. ``"newton"`` amplifies rounding by 3.25 in each iteration where
     A is singular, so many iterations suit regular matrices only. The products of the inverse are in
-    float64 for ``"ridge"``. In a causal call, padding before the tokens moves the cuts and so
-    changes the approximation; padding after them does not.
+    float64 for ``"ridge"``.
 
     Raises:
         Unsupported: A mask other than key padding.

@@ -16,6 +16,7 @@ from numattn.measure.inputs import InputError as InputError
 from numattn.measure.inputs import bundled as bundled
 from numattn.measure.inputs import load as load
 from numattn.measure.inputs import synthetic as synthetic
+from numattn.measure.oracle import block_oracle as block_oracle
 from numattn.measure.oracle import efficiency as efficiency
 from numattn.measure.oracle import oracle as oracle
 from numattn.measure.plots import plot as plot

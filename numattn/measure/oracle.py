@@ -1,12 +1,14 @@
 """The best a family could do at the same budget, and how near to it a method comes.
 
 - Sparse: no distribution on k keys per query is nearer in total variation than the exact weights
-  on the k largest, renormalised; the distance is the mass of the rest.
+  on the k largest, renormalised; the distance is the mass of the rest. Methods that keep whole
+  blocks, the same for all queries of a tile, cannot do better than the heaviest blocks of each
+  tile, which is a second bound, `block_oracle`.
 - The families whose weights are a matrix of low rank (low-rank, feature maps, latent, tensor): no
   matrix of rank r is nearer in the Frobenius norm than the truncated singular value decomposition.
 
-Both need the exact weights. They bound errors of *weights*; the error of an output may be smaller
-by luck, for errors of weights can cancel in the values. And the second is a bound for matrices of
+All need the exact weights. They bound errors of *weights*; the error of an output may be smaller
+by luck, for errors of weights can cancel in the values. And the last is a bound for matrices of
 rank r only: the causal mask of a feature map, or the exact leaves of a lifted method, have a
 higher rank, so such a method may come nearer.
 """
@@ -21,6 +23,8 @@ from torch import Tensor
 from numattn.core.info import FAMILIES
 from numattn.core.inputs import positive
 from numattn.measure.errors import HeadError, Reference, weights_errors
+
+BLOCK = 64  # queries of a tile and keys of a block
 
 _LONGEST = 2048  # a matrix of weights is factored up to this length
 
@@ -52,6 +56,21 @@ def oracle(family: str, units: int, ref: Reference) -> list[HeadError] | None:
     if ref.x.length > _LONGEST:
         return None
     return ref.keep(f"svd {units}", lambda: _svd(units, ref))
+
+
+def block_oracle(units: int, ref: Reference) -> list[HeadError]:
+    """Errors of exact attention to the heaviest blocks of keys of every tile of queries.
+
+    Tiles of queries and blocks of keys are 64 long, or a quarter of `units` where that is less, as
+    in the method ``blocktopk``; the blocks of a tile are those of the largest mass over its rows.
+
+    Args:
+        units: Keys per query; a tile keeps units // 64 blocks of 64.
+        ref: The exact weights.
+    """
+    positive("block_oracle", "units", units)
+    block = min(BLOCK, max(units // 4, 1))
+    return ref.keep(f"blocks {units}", lambda: _top_blocks(units // block, block, ref))
 
 
 def efficiency(
@@ -96,6 +115,25 @@ def _top_k(k: int, ref: Reference) -> list[HeadError]:
         top = log_weights.topk(k, -1, sorted=False)
         kept = torch.full_like(log_weights, -torch.inf).scatter_(-1, top.indices, top.values)
         return kept.softmax(-1)
+
+    return weights_errors(predict, ref)
+
+
+def _top_blocks(count: int, block: int, ref: Reference) -> list[HeadError]:
+    length = ref.x.length
+    number = torch.arange(length, device=ref.lse.device) // block  # of each row's tile, key's block
+    tiles = int(number[-1]) + 1
+    mass = ref.lse.new_zeros(*ref.lse.shape[:2], tiles, tiles)
+    for rows in ref.blocks():
+        of_blocks = ref.weights(rows).new_zeros(*ref.lse.shape[:2], rows.stop - rows.start, tiles)
+        of_blocks.index_add_(3, number, ref.weights(rows))
+        mass.index_add_(2, number[rows], of_blocks)
+    top = mass.topk(min(count, tiles), -1)
+    kept = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, top.indices, top.values > 0)
+
+    def predict(log_weights: Tensor, first: int) -> Tensor:
+        seen = kept[:, :, number[first : first + log_weights.shape[2]]][..., number]
+        return log_weights.masked_fill(~seen, -torch.inf).softmax(-1)
 
     return weights_errors(predict, ref)
 

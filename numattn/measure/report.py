@@ -32,6 +32,7 @@ COLUMNS = {
     "TV": "total variation between a row of weights and softmax's, from 0 to 1; typical row",
     "TV95": "the same for the row that 95 % of rows stay below",
     "eff.": "efficiency: how near the best possible answer of its family at this budget; 1 is best",
+    "b.eff.": "the same against the best blocks of 64 keys for tiles of 64 queries; sparse only",
     "FLOPs": "operations of the matrix products, relative to exact attention; no factorisations",
     "time": "wall time of one call relative to exact attention on this machine; below 1 is faster",
 }
@@ -253,6 +254,7 @@ def _lines(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[int]]:
                 number(middle(part, lambda r: r.tv_median)),
                 number(middle(part, lambda r: r.tv_p95)),
                 number(middle(part, lambda r: r.efficiency)),
+                number(middle(part, lambda r: r.block_efficiency)),
                 number(middle(part, lambda r: r.relative_flops)),
                 number(middle(part, lambda r: r.time_ratio)),
             )

@@ -49,6 +49,8 @@ class Row:
         uniform_baseline: Output error of attention to `units` keys drawn uniformly.
         oracle_error: Output error of the family's oracle at `units`.
         efficiency: How near the oracle the method comes; see `numattn.measure.oracle`.
+        block_oracle_error, block_efficiency: The same for the heaviest blocks of keys, in the
+            sparse family.
         flops, exact_flops: Operations of the matrix products of one call, over all heads.
         seconds, exact_seconds: Wall time of one call over all heads, in this process.
         cpu_seconds, exact_cpu_seconds: Processor time of one call, over all threads.
@@ -97,6 +99,8 @@ class Row:
     uniform_baseline: float | None = None
     oracle_error: float | None = None
     efficiency: float | None = None
+    block_oracle_error: float | None = None
+    block_efficiency: float | None = None
     flops: int | None = None
     exact_flops: int | None = None
     seconds: float | None = None

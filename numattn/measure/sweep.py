@@ -36,7 +36,7 @@ from numattn.measure.errors import (
     reference,
 )
 from numattn.measure.inputs import QKV, load
-from numattn.measure.oracle import efficiency, oracle
+from numattn.measure.oracle import block_oracle, efficiency, oracle
 from numattn.measure.rows import Row, Store
 from numattn.measure.timing import LIMIT, compare
 
@@ -320,7 +320,16 @@ class _Unit:
             **self._times(lambda: fn(x.q, x.k, x.v)),
         )
         best = oracle(info.family, units, bench.reference)
+        blocks = block_oracle(units, bench.reference) if info.family == "sparse" else None
         uniform = bench.uniform(units, self.seed)
+
+        def beside(bound: list[HeadError] | None, i: int) -> tuple[float | None, float | None]:
+            """Error of an oracle on head i, and the method's efficiency against it."""
+            if bound is None:
+                return None, None
+            share = efficiency(errors[i], bound[i], info.family, bench.floor[i])
+            return bound[i].output, share
+
         return [
             replace(
                 row,
@@ -328,11 +337,9 @@ class _Unit:
                 floor=bench.floor[i].output,
                 mean_baseline=bench.mean[i].output,
                 uniform_baseline=uniform[i].output,
-                oracle_error=None if best is None else best[i].output,
-                efficiency=(
-                    None
-                    if best is None
-                    else efficiency(error, best[i], info.family, bench.floor[i])
+                **dict(zip(("oracle_error", "efficiency"), beside(best, i), strict=True)),
+                **dict(
+                    zip(("block_oracle_error", "block_efficiency"), beside(blocks, i), strict=True)
                 ),
             )
             for i, error in enumerate(errors)

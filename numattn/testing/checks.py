@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from numattn.testing.inputs import TOLERANCE, Subject, make_qkv, reference, refe
 
 Check = Callable[[Subject], None]
 
+LENGTHS = (1, 7, 63, 64, 65, 129, 1000)  # around powers of two, and past the leaves of lifting
 TIGHT, LOOSE = 8, 256  # budgets: far from exact on the inputs here, and more than they need
 
 _CHECKS: dict[str, tuple[Check, Callable[[Subject], bool]]] = {}
@@ -201,6 +203,38 @@ def cross_rows(s: Subject) -> None:
     close(Subject(exact)(q, k, v), reference(q, k, v), "exact limit with other lengths")
 
 
+@_check()
+def odd_lengths(s: Subject) -> None:
+    """Padding, grouped heads and keys of another length at lengths that no tile divides."""
+    for n in LENGTHS:
+        if n > 200 and not s.info.differentiable:  # oracles that factor N x N matrices
+            continue
+        q, k, v = make_qkv(n + 9, batch=1, heads=2, group=2)
+        for causal in _modes(s):
+            short = tuple(x[:, :, :n] for x in (q, k, v))
+            tensors = s.fit(*short, {"enable_gqa": True})
+            call: dict[str, Any] = {"is_causal": causal, "enable_gqa": True, **tensors}
+            want = s(*short, **call)
+            assert want.isfinite().all(), f"not finite at {n} tokens, {causal=}"
+            wide = {m: t.repeat_interleave(2, dim=t.shape[:2].index(2)) for m, t in tensors.items()}
+            k2, v2 = (x.repeat_interleave(2, dim=1) for x in short[1:])
+            alone = s(short[0], k2, v2, is_causal=causal, **wide)
+            close(want, alone, f"grouped heads at {n} tokens, {causal=}")
+            for side in ("right", "left") if _masked(s) else ():
+                mask = padding_mask(torch.tensor([n]), n + 9, side=side)  # type: ignore[arg-type]
+                moved = [x.roll(9, 2) if side == "left" else x for x in (q, k, v)]
+                out = s(*moved, attn_mask=mask, **call)
+                close(out[:, :, mask[0, 0, 0]], want, f"{side} padding at {n} tokens, {causal=}")
+        if s.info.cross:
+            out = s(q, *short[1:], enable_gqa=True, **tensors)
+            assert out.isfinite().all(), f"not finite with {n} keys and {n + 9} queries"
+            if _masked(s):
+                mask = padding_mask(torch.tensor([n]), n + 9)
+                few = s(short[0], k, v, attn_mask=mask, enable_gqa=True, **tensors)
+                keys = s(short[0], *short[1:], enable_gqa=True, **tensors)
+                close(few, keys, f"padding of keys alone at {n} tokens")
+
+
 # --- masks ----------------------------------------------------------------------------------
 
 
@@ -356,9 +390,7 @@ def linear_in_value(s: Subject) -> None:
         close(both, apart, "linearity in value")
 
 
-@_check(
-    lambda s: s.info.approximates == "softmax" and s.info.linear_in_value and s.info.bounded
-)
+@_check(lambda s: s.info.approximates == "softmax" and s.info.linear_in_value and s.info.bounded)
 def never_beats_the_oracle(s: Subject) -> None:
     """No k-sparse row is nearer than top-k; no rank-r matrix nearer than the truncated SVD."""
     q, k, _ = make_qkv(48, batch=1)

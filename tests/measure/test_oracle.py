@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from importlib import import_module
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from numattn.measure import (
     HeadError,
     Spread,
     attend,
+    block_oracle,
     efficiency,
     head_errors,
     oracle,
@@ -66,6 +68,40 @@ def test_sparse_oracle_keeps_the_heaviest_keys(causal):
         assert error.tv is not None
         assert error.tv.max == pytest.approx(dropped[0, head].max().item())
         assert error.negative == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_block_oracle_is_the_best_choice_of_blocks(causal):
+    """At 8 keys, blocks of 2: the error of every choice of four blocks a tile, by brute force."""
+    x, ref = make("peaked", causal)
+    w = dense(x)
+    found = block_oracle(8, ref)
+    for head, error in enumerate(found):
+        kept = w.new_zeros(80)
+        for tile in range(40):
+            rows = w[0, head, 2 * tile : 2 * tile + 2]
+            mass = rows.unflatten(1, (40, 2)).sum((0, 2))
+            best = max(sum(c) for c in combinations(mass.tolist(), 4)) if tile < 3 else None
+            blocks = mass.topk(4).indices
+            if best is not None:
+                assert mass[blocks].sum().item() == pytest.approx(best)
+            kept[2 * tile : 2 * tile + 2] = rows.unflatten(1, (40, 2))[:, blocks].sum((1, 2))
+        assert error.tv is not None
+        assert error.tv.max == pytest.approx((1 - kept).max().item(), abs=1e-12)
+        assert error.negative == 0
+
+
+def test_best_blocks_are_no_better_than_best_keys():
+    _, ref = make("clustered", True)
+    for units in (4, 16, 40):
+        keys, blocks = oracle("sparse", units, ref), block_oracle(units, ref)
+        assert keys is not None
+        for a, b in zip(keys, blocks, strict=True):
+            assert a.tv is not None
+            assert b.tv is not None
+            assert a.tv.max <= b.tv.max + 1e-12
+    for error in block_oracle(1000, ref):
+        assert error.output < 1e-10
 
 
 @pytest.mark.parametrize(("family", "name", "option"), [
@@ -142,6 +178,8 @@ def test_oracle_refuses():
         oracle("spars", 5, ref)
     with pytest.raises(ValueError, match="units"):
         oracle("sparse", 0, ref)
+    with pytest.raises(ValueError, match="units must be a positive integer"):
+        block_oracle(0, ref)
 
 
 def error(tv: float | None, weights: float | None) -> HeadError:

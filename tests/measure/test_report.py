@@ -38,6 +38,7 @@ ROW = Row(
     mean_baseline=0.9,
     uniform_baseline=0.8,
     efficiency=0.5,
+    block_efficiency=0.75,
     flops=50,
     exact_flops=100,
     time_ratio=0.75,
