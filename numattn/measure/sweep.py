@@ -323,12 +323,12 @@ class _Unit:
         blocks = block_oracle(units, bench.reference) if info.family == "sparse" else None
         uniform = bench.uniform(units, self.seed)
 
-        def beside(bound: list[HeadError] | None, i: int) -> tuple[float | None, float | None]:
+        def beside(name: str, bound: list[HeadError] | None, i: int) -> dict[str, Any]:
             """Error of an oracle on head i, and the method's efficiency against it."""
             if bound is None:
-                return None, None
+                return {}
             share = efficiency(errors[i], bound[i], info.family, bench.floor[i])
-            return bound[i].output, share
+            return {f"{name}oracle_error": bound[i].output, f"{name}efficiency": share}
 
         return [
             replace(
@@ -337,10 +337,8 @@ class _Unit:
                 floor=bench.floor[i].output,
                 mean_baseline=bench.mean[i].output,
                 uniform_baseline=uniform[i].output,
-                **dict(zip(("oracle_error", "efficiency"), beside(best, i), strict=True)),
-                **dict(
-                    zip(("block_oracle_error", "block_efficiency"), beside(blocks, i), strict=True)
-                ),
+                **beside("", best, i),
+                **beside("block_", blocks, i),
             )
             for i, error in enumerate(errors)
         ]

@@ -211,7 +211,7 @@ def odd_lengths(s: Subject) -> None:
             continue
         q, k, v = make_qkv(n + 9, batch=1, heads=2, group=2)
         for causal in _modes(s):
-            short = tuple(x[:, :, :n] for x in (q, k, v))
+            short = (q[:, :, :n], k[:, :, :n], v[:, :, :n])
             tensors = s.fit(*short, {"enable_gqa": True})
             call: dict[str, Any] = {"is_causal": causal, "enable_gqa": True, **tensors}
             want = s(*short, **call)
@@ -221,7 +221,7 @@ def odd_lengths(s: Subject) -> None:
             alone = s(short[0], k2, v2, is_causal=causal, **wide)
             close(want, alone, f"grouped heads at {n} tokens, {causal=}")
             for side in ("right", "left") if _masked(s) else ():
-                mask = padding_mask(torch.tensor([n]), n + 9, side=side)  # type: ignore[arg-type]
+                mask = padding_mask(torch.tensor([n]), n + 9, side=side)
                 moved = [x.roll(9, 2) if side == "left" else x for x in (q, k, v)]
                 out = s(*moved, attn_mask=mask, **call)
                 close(out[:, :, mask[0, 0, 0]], want, f"{side} padding at {n} tokens, {causal=}")
