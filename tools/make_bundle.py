@@ -68,10 +68,10 @@ ENTRIES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
         "Mass on nearby keys, no sink, high rank.",
     ),
     "smollm2-long": (
-        "smollm2-135m.jargon.n4096",
-        ("L4.kv1.",),
-        "causal, long, heavy hitters",
-        "4096 tokens; 95 % of the mass on a few dozen keys, mostly far away.",
+        "smollm2-135m.jargon.n8192",
+        ("L7.kv2.",),
+        "causal, long, far retrieval",
+        "8192 tokens; the mass on few keys, mostly far away. One query head of its group.",
     ),
     "minilm": (
         "minilm-l6.jargon.n512",
@@ -118,7 +118,8 @@ def write(name: str, source: Path, target: Path, captured: list[dict[str, Any]])
     stem, prefixes, tag, looks = ENTRIES[name]
     file = f"{stem}.safetensors"
     parts = [e for p in prefixes for e in captured if (e["file"], e["prefix"]) == (file, p)]
-    if len(parts) != len(prefixes) or not all(part["whole_group"] for part in parts):
+    whole = all(part["whole_group"] for part in parts) or len(parts) == 1
+    if len(parts) != len(prefixes) or not whole:
         raise SystemExit(f"{name}: {file} must have whole groups under {', '.join(prefixes)}.")
     first = parts[0]
     with safe_open(source / file, framework="pt") as tensors:

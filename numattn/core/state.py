@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from numattn.core.cost import Shape
+
 if TYPE_CHECKING:
     from numattn.core.method import Method
 
@@ -30,6 +32,11 @@ class State(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that are kept, without room held in reserve."""
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of what is kept that one decoding step has to read, at the most."""
+        return self.nbytes
 
 
 class Buffer:
@@ -82,3 +89,10 @@ class KeysState(State):
     @property
     def nbytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
+
+    @property
+    def nbytes_read(self) -> int:
+        batch, heads, length, dim = self._keys.tensor.shape
+        width = self._values.tensor.shape[3]
+        units = self._method.cost(Shape(batch, heads, heads, 1, length, dim, width)).units
+        return self._keys.nbytes + self._values.nbytes * units // max(length, 1)
