@@ -2,6 +2,8 @@
 
     python benchmarks/speed.py [--smoke] [--length N ...] [METHOD ...]
 
+A METHOD is a name, or a name with options: "lsh(bucket_size=64, num_rounds=1)".
+
 For each length and form, the method and torch's attention run in turn (A B A B ...); medians of
 wall and of process CPU time, and of the ratios of wall times. State tensors are drawn or fitted
 beforehand, as a layer keeps them. The floor is the time of in-cache matrix products with as many
@@ -16,6 +18,7 @@ would be timed instead of the arithmetic. One JSON line a measurement goes to --
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -86,6 +89,17 @@ def measure(
     }
 
 
+def parse(text: str) -> numattn.Method:
+    """A method from its name, or from its name with options in brackets."""
+    call = ast.parse(text.strip(), mode="eval").body
+    if isinstance(call, ast.Name):
+        return numattn.get(call.id)
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise SystemExit(f"{text!r} must be NAME or NAME(option=value, ...).")
+    options = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+    return numattn.get(call.func.id, **options)
+
+
 def commit() -> str:
     """The commit that is measured, or "unknown" outside a checkout."""
     here = Path(__file__).parent
@@ -119,12 +133,12 @@ def main() -> None:
     print(
         f"{'':28}{'ms':>9}{'sdpa ms':>9}{'ratio':>8}{'cpu ratio':>10}{'floor ms':>9}{'x floor':>8}"
     )
-    for name in names:
-        check(numattn.get(name))
+    for method in [parse(name) for name in names]:
+        check(method)
         for length in args.length:
             for is_causal in (False, True):
-                row = measure(numattn.get(name), length, is_causal, args.repeats)
-                label = f"{name} {length}{' causal' if is_causal else ''}"
+                row = measure(method, length, is_causal, args.repeats)
+                label = f"{method.info.name} {length}{' causal' if is_causal else ''}"
                 print(
                     f"{label:28}{row['ms']:9.1f}{row['sdpa_ms']:9.1f}{row['ratio']:8.3f}"
                     f"{row['cpu_ratio']:10.3f}{row['floor_ms']:9.1f}{row['over_floor']:8.2f}",
