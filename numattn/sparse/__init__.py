@@ -1,5 +1,8 @@
 """Sparse attention: compute the heavy entries exactly, drop or approximate the rest."""
 
+from numattn.sparse.clustered import Clustered as Clustered
+from numattn.sparse.clustered import ClusteredAttention as ClusteredAttention
+from numattn.sparse.clustered import clustered_attention as clustered_attention
 from numattn.sparse.topk import TopK as TopK
 from numattn.sparse.topk import topk_attention as topk_attention
 from numattn.sparse.window import Window as Window

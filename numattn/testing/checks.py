@@ -448,7 +448,11 @@ def one_draw_per_generator(s: Subject) -> None:
     first, again = s(q, k, v), s(q, k, v)
     assert torch.equal(first, again), "the same generator gave another output"
     assert torch.equal(state, torch.random.get_rng_state()), "the global generator moved"
-    assert not torch.equal(first, Subject(s.method, seed=1)(q, k, v)), "the draw changes nothing"
+    exact = s.info.approximates == "softmax" and bool(
+        (first - reference(q, k, v)).abs().max() < TOLERANCE[q.dtype]
+    )
+    other = Subject(s.method, seed=1)(q, k, v)
+    assert exact or not torch.equal(first, other), "the draw changes nothing"
 
 
 @_check()
