@@ -3,6 +3,12 @@
 from numattn.sparse.clustered import Clustered as Clustered
 from numattn.sparse.clustered import ClusteredAttention as ClusteredAttention
 from numattn.sparse.clustered import clustered_attention as clustered_attention
+from numattn.sparse.hyper import Hyper as Hyper
+from numattn.sparse.hyper import HyperAttention as HyperAttention
+from numattn.sparse.hyper import hyper_attention as hyper_attention
+from numattn.sparse.kdeformer import KDEformer as KDEformer
+from numattn.sparse.kdeformer import KDEformerAttention as KDEformerAttention
+from numattn.sparse.kdeformer import kdeformer_attention as kdeformer_attention
 from numattn.sparse.topk import TopK as TopK
 from numattn.sparse.topk import topk_attention as topk_attention
 from numattn.sparse.window import Window as Window

@@ -362,6 +362,6 @@ def test_bad_options_are_refused(option):
 
 def test_a_projection_of_another_shape_is_refused():
     q, k, v = make_qkv(6)
-    for planes in (hyperplanes(3, 7), hyperplanes(2, 8), hyperplanes(3, 8, num_bits=31)):
-        with pytest.raises(ValueError, match=r"clustered: projection .*\(3, 32, 9\)"):
+    for planes in (hyperplanes(3, 7), hyperplanes(2, 8), hyperplanes(3, 8, num_bits=63)):
+        with pytest.raises(ValueError, match=r"clustered: projection .*\(3, 64, 9\)"):
             clustered_attention(q, k, v, projection=planes)
