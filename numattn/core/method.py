@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Generator, Tensor, nn
 
 from numattn.core.cost import Cost, Shape
+from numattn.core.drawn import Draw, draw_all
 from numattn.core.info import Info
-from numattn.core.inputs import Unsupported
+from numattn.core.inputs import Unsupported, check
 from numattn.core.state import State
 
 if TYPE_CHECKING:
@@ -107,6 +108,13 @@ class Method:
         generator: Generator | None = None,
     ) -> dict[str, Tensor]:
         """The state tensors that the function would draw or fit on this batch, by keyword."""
+        draws = self.draws(key.shape[1], key.shape[3]) if self.info.random else {}
+        if draws:
+            check(self.info, query, key, key, attn_mask, False, scale, enable_gqa)
+        return draw_all(draws, generator, key.device)
+
+    def draws(self, num_heads: int, head_dim: int) -> dict[str, Draw]:
+        """The state tensors that are drawn, by name; their shapes know no length and no batch."""
         return {}
 
     def refuse(self, tensors: dict[str, Tensor]) -> None:

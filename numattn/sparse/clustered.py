@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from numattn.core.cost import Cost, Shape
+from numattn.core.drawn import Draw, DrawnAttention, fill
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, fold, positive, prepare, unfold
 from numattn.core.linalg import (
-    draw,
     finite,
     group_counts,
     group_means,
@@ -153,12 +152,10 @@ def clustered_attention(
         torch.Size([1, 2, 100, 8])
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    _check_options(num_clusters, num_keys, improved, num_bits, num_iterations)
+    options = Clustered(num_clusters, num_keys, improved, num_bits, num_iterations)
     if x.empty:
         return x.nothing()
-    if projection is None:
-        projection = _draw(x.k.shape[1], num_bits, x.k.shape[3], generator, x.k.device)
-    _check_projection(x, num_bits, projection)
+    projection = fill(options, {"projection": projection}, x.k, generator)["projection"]
     call = _Call(num_clusters, num_keys if improved else 0, num_iterations, projection.to(x.q))
     x, place = x.compact()
     out = lift(x, partial(_block, call)) if is_causal else _whole(call, x)
@@ -369,20 +366,6 @@ def _top_keys(rows: Tensor, k: Tensor, bias: Tensor | None, scale: float, num_ke
     return torch.cat(found, 2)
 
 
-def _draw(
-    heads: int, num_bits: int, dim: int, generator: Generator | None, device: torch.device
-) -> Tensor:
-    return draw((heads, num_bits, dim + 1), generator, device)
-
-
-def _check_projection(x: Inputs, num_bits: int, projection: Tensor) -> None:
-    shape = (x.k.shape[1], num_bits, x.k.shape[3] + 1)
-    if projection.shape != shape:
-        raise ValueError(
-            f"clustered: projection must have shape {shape}; got {tuple(projection.shape)}."
-        )
-
-
 def _check_options(
     num_clusters: int, num_keys: int, improved: bool, num_bits: int, num_iterations: int
 ) -> None:
@@ -444,76 +427,17 @@ class Clustered(Method):
             flops += 2 * clusters * keys * d
         return flops
 
-    def fit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        generator: Generator | None = None,
-    ) -> dict[str, Tensor]:
-        x = prepare(INFO, query, key, key, attn_mask, False, scale, enable_gqa)
-        heads, dim = x.k.shape[1], x.k.shape[3]
-        return {"projection": _draw(heads, self.num_bits, dim, generator, x.k.device)}
+    def draws(self, num_heads: int, head_dim: int) -> dict[str, Draw]:
+        return {"projection": Draw("normal", (num_heads, self.num_bits, head_dim + 1))}
 
     def module(self, *, num_heads: int, head_dim: int) -> ClusteredAttention:
         return ClusteredAttention(num_heads=num_heads, head_dim=head_dim, **self.options())
 
 
-class ClusteredAttention(nn.Module):
+class ClusteredAttention(DrawnAttention):
     """`clustered_attention` with hyperplanes that are drawn once and saved with the model.
 
     Buffer: ``projection`` (Hk, num_bits, D + 1).
     """
 
-    projection: Tensor
-
-    def __init__(
-        self, *, num_heads: int, head_dim: int, generator: Generator | None = None, **options: Any
-    ) -> None:
-        """Draw the hyperplanes.
-
-        Args:
-            num_heads: Key heads, Hk.
-            head_dim: Width of query and key, D.
-            generator: Source of the draw.
-            **options: Options of `Clustered`.
-        """
-        super().__init__()
-        self.options = Clustered(**options)
-        self.register_buffer(
-            "projection", torch.empty(num_heads, self.options.num_bits, head_dim + 1)
-        )
-        self.redraw(generator)
-
-    @torch.no_grad()
-    def redraw(self, generator: Generator | None = None) -> None:
-        """Draw new hyperplanes."""
-        heads, bits, width = self.projection.shape
-        self.projection.copy_(_draw(heads, bits, width - 1, generator, self.projection.device))
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in `clustered_attention`."""
-        return self.options(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            projection=self.projection,
-        )
+    record = Clustered

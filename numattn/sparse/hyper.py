@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from numattn.core.cost import Cost, Shape
+from numattn.core.drawn import Draw, DrawnAttention, fill
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, positive, prepare, unfold
-from numattn.core.linalg import draw, masked_mean, take
+from numattn.core.linalg import masked_mean, take
 from numattn.core.method import Method
 from numattn.core.partial import Partial
 from numattn.core.registry import register
@@ -132,9 +132,7 @@ def hyper_attention(
     options = Hyper(block_size, num_samples, num_projections)
     if x.empty:
         return x.nothing()
-    shapes = options.tensor_shapes(x.k.shape[1], x.k.shape[3])
-    given = {"projection": projection, "uniform": uniform}
-    tensors = fill(INFO.name, shapes, given, generator, x.k.device)
+    tensors = fill(options, {"projection": projection, "uniform": uniform}, x.k, generator)
     x, place = x.compact()
     block = partial(_block, tensors, block_size)
     return x.restore(lift(x, block) if is_causal else block(x.q, x).out(), place)
@@ -384,41 +382,6 @@ def check_options(
         raise ValueError(f"{name}: num_projections must be at most 32; got {num_projections}.")
 
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def draw_all(
-    shapes: Shapes, generator: Generator | None, device: torch.device
-) -> dict[str, Tensor]:
-    """State tensors of these shapes, float64: a normal projection, the others uniform."""
-    source = "cpu" if generator is None else generator.device
-    call: dict[str, Any] = {"dtype": torch.float64, "device": source, "generator": generator}
-    return {
-        name: draw(shape, generator, device)
-        if name == "projection"
-        else torch.rand(shape, **call).to(device)
-        for name, shape in shapes.items()
-    }
-
-
-def fill(
-    name: str,
-    shapes: Shapes,
-    given: dict[str, Tensor | None],
-    generator: Generator | None,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """The tensors that are given, checked, and draws of the others."""
-    absent = {key: shape for key, shape in shapes.items() if given[key] is None}
-    tensors = {key: t for key, t in given.items() if t is not None}
-    for key, tensor in tensors.items():
-        if tensor.shape != shapes[key]:
-            raise ValueError(
-                f"{name}: {key} must have shape {shapes[key]}; got {tuple(tensor.shape)}."
-            )
-    return tensors | draw_all(absent, generator, device)
-
-
 def count_sorted(shape: Shape, block_size: int, num_samples: int, num_projections: int) -> int:
     """Operations of hashes, blocks and samples, and of the exact leaves of a causal call."""
     d, e, heads = shape.head_dim, shape.value_dim, shape.batch * shape.heads
@@ -462,78 +425,14 @@ class Hyper(Method):
         flops = count_sorted(shape, self.block_size, m, self.num_projections)
         return Cost(flops, shape.io, None, units=min(self.block_size + m, shape.keys))
 
-    def tensor_shapes(self, num_heads: int, head_dim: int) -> Shapes:
-        """Shapes of the state tensors."""
+    def draws(self, num_heads: int, head_dim: int) -> dict[str, Draw]:
         return {
-            "projection": (num_heads, head_dim, self.num_projections),
-            "uniform": (num_heads, self.num_samples or self.block_size),
+            "projection": Draw("normal", (num_heads, head_dim, self.num_projections)),
+            "uniform": Draw("uniform", (num_heads, self.num_samples or self.block_size)),
         }
-
-    def fit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        generator: Generator | None = None,
-    ) -> dict[str, Tensor]:
-        prepare(INFO, query, key, key, attn_mask, False, scale, enable_gqa)
-        return draw_all(self.tensor_shapes(key.shape[1], key.shape[3]), generator, key.device)
 
     def module(self, *, num_heads: int, head_dim: int) -> HyperAttention:
         return HyperAttention(num_heads=num_heads, head_dim=head_dim, **self.options())
-
-
-class DrawnAttention(nn.Module):
-    """A method whose tensors are drawn once and saved with the model."""
-
-    def __init__(
-        self,
-        options: Method,
-        shapes: Shapes,
-        generator: Generator | None,
-    ) -> None:
-        """Draw buffers of these shapes."""
-        super().__init__()
-        self.options = options
-        for name, shape in shapes.items():
-            self.register_buffer(name, torch.empty(shape))
-        self.redraw(generator)
-
-    @torch.no_grad()
-    def redraw(self, generator: Generator | None = None) -> None:
-        """Draw new tensors."""
-        buffers = dict(self.named_buffers())
-        shapes = {name: tuple(t.shape) for name, t in buffers.items()}
-        for name, fresh in draw_all(shapes, generator, torch.device("cpu")).items():
-            buffers[name].copy_(fresh)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in the function of the method."""
-        tensors: dict[str, Any] = dict(self.named_buffers())
-        return self.options(
-            query,
-            key,
-            value,
-            **tensors,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
 
 
 class HyperAttention(DrawnAttention):
@@ -542,16 +441,4 @@ class HyperAttention(DrawnAttention):
     Buffers: ``projection`` (Hk, D, r) and ``uniform`` (Hk, m).
     """
 
-    def __init__(
-        self, *, num_heads: int, head_dim: int, generator: Generator | None = None, **options: Any
-    ) -> None:
-        """Draw the tensors.
-
-        Args:
-            num_heads: Key heads, Hk.
-            head_dim: Width of query and key, D.
-            generator: Source of the draw.
-            **options: Options of `Hyper`.
-        """
-        record = Hyper(**options)
-        super().__init__(record, record.tensor_shapes(num_heads, head_dim), generator)
+    record = Hyper

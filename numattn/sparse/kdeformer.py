@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from numattn.core.cost import Cost, Shape
+from numattn.core.drawn import Draw, DrawnAttention, fill
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, positive, prepare, unfold
 from numattn.core.linalg import exp_, finite, take
@@ -18,17 +18,7 @@ from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.engines.lift import lift, split_points
 from numattn.engines.tiles import tile_elements
-from numattn.sparse.hyper import (
-    DrawnAttention,
-    Shapes,
-    Sorted,
-    check_options,
-    count_sorted,
-    draw_all,
-    fill,
-    once_each,
-    stretches,
-)
+from numattn.sparse.hyper import Sorted, check_options, count_sorted, once_each, stretches
 
 INFO = Info(
     name="kdeformer",
@@ -143,9 +133,8 @@ def kdeformer_attention(
     options = KDEformer(block_size, num_samples, num_projections, num_pilots)
     if x.empty:
         return x.nothing()
-    shapes = options.tensor_shapes(x.k.shape[1], x.k.shape[3])
     given = {"projection": projection, "uniform": uniform, "pilots": pilots}
-    tensors = fill(INFO.name, shapes, given, generator, x.k.device)
+    tensors = fill(options, given, x.k, generator)
     x, place = x.compact()
     block = partial(_block, tensors, block_size)
     return x.restore(lift(x, block) if is_causal else block(x.q, x).out(), place)
@@ -239,27 +228,12 @@ class KDEformer(Method):
         flops += 2 * shape.batch * shape.heads * self.num_pilots * keys * shape.head_dim
         return Cost(flops, shape.io, None, units=min(self.block_size + m, shape.keys))
 
-    def tensor_shapes(self, num_heads: int, head_dim: int) -> Shapes:
-        """Shapes of the state tensors."""
+    def draws(self, num_heads: int, head_dim: int) -> dict[str, Draw]:
         return {
-            "projection": (num_heads, head_dim, self.num_projections),
-            "uniform": (num_heads, self.num_samples or self.block_size),
-            "pilots": (num_heads, self.num_pilots),
+            "projection": Draw("normal", (num_heads, head_dim, self.num_projections)),
+            "uniform": Draw("uniform", (num_heads, self.num_samples or self.block_size)),
+            "pilots": Draw("uniform", (num_heads, self.num_pilots)),
         }
-
-    def fit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        attn_mask: Tensor | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        generator: Generator | None = None,
-    ) -> dict[str, Tensor]:
-        prepare(INFO, query, key, key, attn_mask, False, scale, enable_gqa)
-        return draw_all(self.tensor_shapes(key.shape[1], key.shape[3]), generator, key.device)
 
     def module(self, *, num_heads: int, head_dim: int) -> KDEformerAttention:
         return KDEformerAttention(num_heads=num_heads, head_dim=head_dim, **self.options())
@@ -271,16 +245,4 @@ class KDEformerAttention(DrawnAttention):
     Buffers: ``projection`` (Hk, D, num_projections), ``uniform`` (Hk, m) and ``pilots`` (Hk, R).
     """
 
-    def __init__(
-        self, *, num_heads: int, head_dim: int, generator: Generator | None = None, **options: Any
-    ) -> None:
-        """Draw the tensors.
-
-        Args:
-            num_heads: Key heads, Hk.
-            head_dim: Width of query and key, D.
-            generator: Source of the draw.
-            **options: Options of `KDEformer`.
-        """
-        record = KDEformer(**options)
-        super().__init__(record, record.tensor_shapes(num_heads, head_dim), generator)
+    record = KDEformer

@@ -1,0 +1,126 @@
+"""Tensors that a method draws: in a call when none is given, or once by a module that owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+if TYPE_CHECKING:
+    from numattn.core.method import Method
+    from numattn.core.state import State
+
+
+class Draw(NamedTuple):
+    """Independent numbers of one law: standard normal, or uniform in [0, 1)."""
+
+    law: Literal["normal", "uniform"]
+    shape: tuple[int, ...]
+
+
+def draw_all(
+    draws: Mapping[str, Draw], generator: Generator | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Draw tensors, in float64 on the generator's device so that every device and type agrees."""
+    source = "cpu" if generator is None else generator.device
+    call: dict[str, Any] = {"dtype": torch.float64, "device": source, "generator": generator}
+    return {
+        name: (torch.randn if law == "normal" else torch.rand)(shape, **call).to(device)
+        for name, (law, shape) in draws.items()
+    }
+
+
+def fill(
+    method: Method,
+    given: Mapping[str, Tensor | None],
+    key: Tensor,
+    generator: Generator | None,
+) -> dict[str, Tensor]:
+    """The tensors given to a call on keys (B, Hk, Nk, D), checked, and draws of the others.
+
+    Raises:
+        ValueError: A tensor has not the shape that `Method.draws` says.
+    """
+    draws = method.draws(key.shape[1], key.shape[3])
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != draws[name].shape:
+            raise ValueError(
+                f"{method.info.name}: {name} must have shape {draws[name].shape}; "
+                f"got {tuple(tensor.shape)}."
+            )
+    missing = {name: draw for name, draw in draws.items() if given[name] is None}
+    return {n: t for n, t in given.items() if t is not None} | draw_all(
+        missing, generator, key.device
+    )
+
+
+class DrawnAttention(nn.Module):
+    """A method whose tensors are drawn once and saved with the model, as buffers."""
+
+    record: ClassVar[type[Method]]
+
+    def __init__(
+        self, *, num_heads: int, head_dim: int, generator: Generator | None = None, **options: Any
+    ) -> None:
+        """Draw the tensors.
+
+        Args:
+            num_heads: Key heads, Hk.
+            head_dim: Width of query and key, D.
+            generator: Source of the draw.
+            **options: Options of the record.
+        """
+        super().__init__()
+        self.options = self.record(**options)
+        self._draws = self.options.draws(num_heads, head_dim)
+        for name, draw in self._draws.items():
+            self.register_buffer(name, torch.empty(draw.shape))
+        self.redraw(generator)
+
+    @torch.no_grad()
+    def redraw(self, generator: Generator | None = None) -> None:
+        """Draw new tensors."""
+        for name, fresh in draw_all(self._draws, generator, torch.device("cpu")).items():
+            self.get_buffer(name).copy_(fresh)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, as keywords of the function."""
+        return {name: self.get_buffer(name) for name in self._draws}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend; shapes as in the function of the method."""
+        tensors: dict[str, Any] = {**self.tensors}
+        return self.options(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            **tensors,
+        )
+
+    def state(
+        self,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> State:
+        """A decoding state with these tensors, as `Method.state`."""
+        return self.options.state(key, value, scale=scale, enable_gqa=enable_gqa, **self.tensors)
