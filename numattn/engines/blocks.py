@@ -155,8 +155,8 @@ class _Work:
     """The arguments of the operator, cut into tiles; n = B * H * T query tiles, G = B * Hk."""
 
     q: Tensor  # (n, height, D)
-    k: Tensor  # (G * U, width * D)
-    v: Tensor  # (G * U, width * E)
+    k: Tensor  # (G * U, width * D), or (G, U, D) where the width is 1 and it has gaps
+    v: Tensor  # (G * U, width * E), likewise
     tiles: Tensor | None  # (n, L)
     log_weight: Tensor | None  # (n, L * width)
     bias: Tensor | None  # (G * U, width)
@@ -187,7 +187,9 @@ class _Work:
             return None if x is None else x.flatten(0, 1)
 
         def keyed(x: Tensor | None) -> Any:
-            return None if x is None else x.reshape(x.shape[0] * key_tiles, -1)
+            if x is None or (width == 1 and x.dim() == 3 and not x.is_contiguous()):
+                return x  # part of a larger cache: not to be copied for the sake of a few keys
+            return x.reshape(x.shape[0] * key_tiles, -1)
 
         return _Work(
             *(rows(q), keyed(k), keyed(v), lists(tiles), lists(log_weight), keyed(bias)),
@@ -204,7 +206,7 @@ class _Work:
         start, count = self._extent()
         order = count.argsort(descending=True, stable=True)
         lengths = count[order].tolist()
-        wide = max(self.height, (self.k.shape[1] + self.v.shape[1]) // self.width) * self.width
+        wide = max(self.height * self.width, self.k.shape[-1] + self.v.shape[-1])
         budget = 2 * tile_elements(self.q.device)
         at = 0
         while at < len(lengths) and lengths[at]:
@@ -241,9 +243,9 @@ class _Work:
     def logits(self, ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits in base 2 (m, height, L * width), keys, values and their place in k and v."""
         index, wholes = self._wholes_first(ids, index)
+        slots = index.shape[1] * self.width
         place = (index.clamp(min=0) + (ids // self.per_head * self.key_tiles)[:, None]).flatten()
-        kt = self.k.index_select(0, place).view(len(ids), -1, self.q.shape[2])
-        vt = self.v.index_select(0, place).view(len(ids), kt.shape[1], -1)
+        kt, vt = (self._select(x, place).view(len(ids), slots, -1) for x in (self.k, self.v))
         slot = index[..., None] * self.width + torch.arange(self.width, device=ids.device)
         slot = slot.flatten(1).int()  # (m, L * width)
         offset = self._offset(ids, index, slot, place)
@@ -257,6 +259,12 @@ class _Work:
             part = logits[..., wholes * self.width :]
             part.masked_fill_(hidden, -torch.inf)
         return logits, kt, vt, place
+
+    def _select(self, x: Tensor, place: Tensor) -> Tensor:
+        """Tiles of keys or values at `place`."""
+        if x.dim() == 3:
+            return x[place // self.key_tiles, place % self.key_tiles]
+        return x.index_select(0, place)
 
     def _offset(self, ids: Tensor, index: Tensor, slot: Tensor, place: Tensor) -> Tensor | None:
         """What is added to the logits of a key, (m, L * width)."""
@@ -351,7 +359,7 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     f"{_OPTIONAL}{_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _blocks_gradient(grad, grad_lse, out, lse, q, k, v, *rest):  # type: ignore[no-untyped-def]
-    work = _Work.of(q, k, v, *rest)
+    work = _Work.of(q, k.contiguous(), v.contiguous(), *rest)
     n, height, _ = work.q.shape
     grad, lse = grad.reshape(n, height, -1), lse.reshape(n, height, 1) * _LOG2E
     # d out and d lse reach the logits through P * (g v - delta), delta = g out - d lse.

@@ -53,11 +53,18 @@ def gather_attention(
     all rows of a position.
     """
     height = q.shape[2] // max(index.shape[2], 1)
-    if log_weight is not None:
-        log_weight = log_weight.repeat_interleave(page, -1)
+    if page > 1:
+        index = _keys_of_pages(index, page, k.shape[2])
+        log_weight = None if log_weight is None else log_weight.repeat_interleave(page, -1)
     return attend_lists(
-        q, k, v, index, log_weight=log_weight, height=height, width=page, scale=scale, bias=bias
+        q, k, v, index, log_weight=log_weight, height=height, width=1, scale=scale, bias=bias
     )
+
+
+def _keys_of_pages(index: Tensor, page: int, keys: int) -> Tensor:
+    """The keys of listed pages, int (..., L * page); -1 where there is none."""
+    key = index[..., None] * page + torch.arange(page, device=index.device)
+    return key.masked_fill((index < 0)[..., None] | (key >= keys), -1).flatten(-2)
 
 
 def runs(start: Tensor, count: Tensor, longest: int) -> Tensor:

@@ -1,5 +1,10 @@
 """Sparse attention: compute the heavy entries exactly, drop or approximate the rest."""
 
+from numattn.sparse.bigbird import BigBird as BigBird
+from numattn.sparse.bigbird import BigBirdAttention as BigBirdAttention
+from numattn.sparse.bigbird import bigbird_attention as bigbird_attention
+from numattn.sparse.blocktopk import BlockTopK as BlockTopK
+from numattn.sparse.blocktopk import blocktopk_attention as blocktopk_attention
 from numattn.sparse.clustered import Clustered as Clustered
 from numattn.sparse.clustered import ClusteredAttention as ClusteredAttention
 from numattn.sparse.clustered import clustered_attention as clustered_attention

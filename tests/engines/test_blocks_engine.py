@@ -247,6 +247,24 @@ def test_gathered_pages_and_runs():
     )
 
 
+def test_a_part_of_a_larger_cache_is_not_copied():
+    q, room_k, room_v = inputs(3, 40)
+    k, v = room_k[:, :, :12], room_v[:, :, :12]
+    pages = torch.tensor([[1, -1], [0, 2], [2, 1]])[None, None]
+    want = gather_attention(q, k.contiguous(), v.contiguous(), pages, scale=SCALE, page=4)
+    for a, b in zip(gather_attention(q, k, v, pages, scale=SCALE, page=4), want, strict=True):
+        torch.testing.assert_close(a, b)
+    agree(
+        lambda q, k, v: gather_attention(q, k[:, :, :12], v[:, :, :12], pages, scale=SCALE, page=4),
+        lambda q, k, v: dense(q, k[:, :, :12], v[:, :, :12], listed(pages, 3, 12, 1, 4)),
+        [q, room_k, room_v],
+    )
+    flat = (k.flatten(0, 1), v.flatten(0, 1))  # as the operator takes them
+    index = torch.zeros(6, 3, 2, dtype=torch.int32)
+    work = blocks._Work.of(q.flatten(0, 1), *flat, index, *[None] * 8, 1, 1, 12, 1.0)
+    assert work.k.data_ptr() == room_k.data_ptr()
+
+
 @pytest.mark.parametrize("elements", [1, 64, 1 << 20])
 def test_the_answer_does_not_depend_on_the_tile_budget(elements, monkeypatch):
     q, k, v = inputs(40, 40)
