@@ -14,6 +14,12 @@ from numattn.sparse.hyper import hyper_attention as hyper_attention
 from numattn.sparse.kdeformer import KDEformer as KDEformer
 from numattn.sparse.kdeformer import KDEformerAttention as KDEformerAttention
 from numattn.sparse.kdeformer import kdeformer_attention as kdeformer_attention
+from numattn.sparse.lsh import LSH as LSH
+from numattn.sparse.lsh import LSHAttention as LSHAttention
+from numattn.sparse.lsh import lsh_attention as lsh_attention
+from numattn.sparse.routing import Routing as Routing
+from numattn.sparse.routing import RoutingAttention as RoutingAttention
+from numattn.sparse.routing import routing_attention as routing_attention
 from numattn.sparse.topk import TopK as TopK
 from numattn.sparse.topk import topk_attention as topk_attention
 from numattn.sparse.window import Window as Window

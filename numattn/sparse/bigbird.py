@@ -270,7 +270,7 @@ class BigBird(Method):
     ) -> State:
         self.refuse(tensors)
         check(_STEP, key, key, value, None, False, scale, enable_gqa)
-        uniform = fill(self, {"uniform": tensors.get("uniform")}, key, None)["uniform"]
+        uniform = fill(self, {"uniform": None, **tensors}, key, None)["uniform"]
         return BigBirdState(key, value, self, uniform, scale=scale, enable_gqa=enable_gqa)
 
 
