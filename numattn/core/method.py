@@ -88,6 +88,11 @@ class Method:
             raise Unsupported(f"{self.info.name} has no budget to set.")
         return replace(self, **{self.info.budget: value})
 
+    @property
+    def fitted(self) -> bool:
+        """Whether a call without state tensors fits them on its own input; see `Info`."""
+        return self.info.fits_causal
+
     def exact_at(self, length: int) -> Self | None:
         """Options at which it equals its exact target on `length` tokens; None if it never does."""
         return None

@@ -270,7 +270,7 @@ class _Unit:
             budget_option=info.budget,
             is_oracle=info.oracle,
             approximates=info.approximates,
-            fitted=info.fits_causal,
+            fitted=self.method.fitted,
             random=info.random,
             input=x.name,
             tag=x.tag,

@@ -17,6 +17,9 @@ from numattn.sparse.kdeformer import kdeformer_attention as kdeformer_attention
 from numattn.sparse.lsh import LSH as LSH
 from numattn.sparse.lsh import LSHAttention as LSHAttention
 from numattn.sparse.lsh import lsh_attention as lsh_attention
+from numattn.sparse.multipole import Multipole as Multipole
+from numattn.sparse.multipole import MultipoleAttention as MultipoleAttention
+from numattn.sparse.multipole import multipole_attention as multipole_attention
 from numattn.sparse.routing import Routing as Routing
 from numattn.sparse.routing import RoutingAttention as RoutingAttention
 from numattn.sparse.routing import routing_attention as routing_attention
