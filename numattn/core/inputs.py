@@ -122,6 +122,12 @@ def positive(name: str, option: str, value: object) -> None:
         raise ValueError(f"{name}: {option} must be a positive integer; got {value!r}.")
 
 
+def not_negative(name: str, option: str, value: object) -> None:
+    """Refuse an option that is not an integer of 0 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: {option} must be an integer, 0 or more; got {value!r}.")
+
+
 def one_of(name: str, option: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse an option that is none of the choices."""
     if value not in choices:

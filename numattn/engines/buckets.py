@@ -152,11 +152,20 @@ def _attend(
     return take(out, back), lse.gather(-1, back)
 
 
-def window_round(rows: int, group: int, window: int, num_keys: Tensor) -> Round:
-    """The last `window` positions up to a row's own, of the first `num_keys` (B or 1, 1) keys."""
+def recent_rounds(
+    rows: int, group: int, window: int, num_sinks: int, num_keys: Tensor
+) -> list[Round]:
+    """The last `window` positions up to a row's own, and before them the first `num_sinks`.
+
+    Only the first `num_keys` (B or 1, 1) keys exist.
+    """
     after = torch.arange(rows, device=num_keys.device) // group + 1
     after = torch.minimum(after, num_keys[..., None])
-    return Round(None, None, after - window, after, window)
+    rounds = [Round(None, None, after - window, after, window)]
+    if num_sinks:
+        far = (after - window).clamp(max=num_sinks)
+        rounds.append(Round(None, None, torch.zeros_like(far), far, num_sinks))
+    return rounds
 
 
 def bucket_rounds(
@@ -194,12 +203,13 @@ def bucket_attention(
     *,
     size: int,
     window: int,
+    num_sinks: int = 0,
     hide_own: bool = False,
 ) -> Tensor:
-    """Causal attention to the latest keys of a row's own buckets and to the latest keys of all.
+    """Causal attention to the latest keys of a row's own buckets, the latest of all and the first.
 
-    Row i sees key j <= i if i - j < `window`, or if in any round j is among the latest `size` keys
-    up to i that have the label of i.
+    Row i sees key j <= i if i - j < `window`, if j < `num_sinks`, or if in any round j is among the
+    latest `size` keys up to i that have the label of i.
 
     Args:
         x: The call, with its padding last as `Inputs.compact` puts it.
@@ -207,12 +217,13 @@ def bucket_attention(
         key_labels: int (B, Hk, R, Nk).
         size: Most keys of a bucket that a row sees in a round.
         window: Latest keys that every row sees, positive.
+        num_sinks: First keys that every row sees.
         hide_own: A row does not see its own key, unless it sees no other.
 
     Returns:
         (B, Hk, rows, E).
     """
-    rounds = [window_round(x.q.shape[2], x.group, window, x.num_keys)]
+    rounds = recent_rounds(x.q.shape[2], x.group, window, num_sinks, x.num_keys)
     rounds += bucket_rounds(row_labels, key_labels, size=size, group=x.group, num_keys=x.num_keys)
     pair = union_attention(
         x.q, x.k, x.v, rounds, scale=x.scale, hide_own=x.group if hide_own else 0
@@ -227,7 +238,9 @@ def own_if_alone(x: Inputs, out: Tensor, lse: Tensor) -> Tensor:
     return torch.where(alone[..., None], take(x.v, own.expand(1, 1, -1)), out)
 
 
-def bucket_pairs(shape: Shape, *, size: int, window: int, num_rounds: int, num_labels: int) -> int:
+def bucket_pairs(
+    shape: Shape, *, size: int, window: int, num_sinks: int, num_rounds: int, num_labels: int
+) -> int:
     """Pairs of a key head that `bucket_attention` computes, where labels are spread evenly."""
     group, keys = shape.heads // shape.kv_heads, shape.keys
     rows, width = shape.queries * group, min(window, HEIGHT)
@@ -235,6 +248,7 @@ def bucket_pairs(shape: Shape, *, size: int, window: int, num_rounds: int, num_l
     for r0, r1 in spans(rows, HEIGHT):
         first, last = max(r0 // group + 1 - window, 0), (r1 - 1) // group + 1
         near += HEIGHT * width * (-(-last // width) - first // width)
+        near += HEIGHT * min(num_sinks, last) if last > window else 0
     width, bucket = min(size, HEIGHT), keys / num_labels
     # A row at place t of its bucket sees min(t, size) keys; a tile sees those of its first row and
     # as many more as it has positions, in tiles of keys that begin anywhere.
@@ -272,6 +286,7 @@ class BucketState(State):
         *,
         size: int,
         window: int,
+        num_sinks: int = 0,
         scale: float | None,
         enable_gqa: bool,
         hide_own: bool = False,
@@ -285,12 +300,14 @@ class BucketState(State):
             labels: It must not have seen a key.
             size: As in `bucket_attention`.
             window: As in `bucket_attention`.
+            num_sinks: As in `bucket_attention`.
             scale: As in a call.
             enable_gqa: As in a call.
             hide_own: As in `bucket_attention`; keys are then taken by direction.
         """
         self._info, self._labels = info, labels
         self._size, self._window, self._hide_own = size, window, hide_own
+        self._num_sinks = num_sinks
         self._scale, self._enable_gqa = scale, enable_gqa
         self._keys = Buffer(key.detach()[:, :, :0])
         self._values = Buffer(value.detach()[:, :, :0])
@@ -332,8 +349,9 @@ class BucketState(State):
         place = torch.arange(length, device=labels.device)
         mine = torch.where(labels[..., None] == theirs, place, -1)
         latest = mine.topk(min(self._size, length), -1).values  # (B, Hk, R, n, size)
-        window = place[-self._window :].expand(*labels.shape[:2], labels.shape[3], -1)
-        lists = torch.cat([latest.transpose(2, 3).flatten(3), window], -1)
+        always = torch.cat([place[: self._num_sinks], place[-self._window :]])
+        always = always.expand(*labels.shape[:2], labels.shape[3], -1)
+        lists = torch.cat([latest.transpose(2, 3).flatten(3), always], -1)
         return lists.masked_fill(lists == length - 1, -1) if self._hide_own else lists
 
     @property
@@ -344,6 +362,6 @@ class BucketState(State):
     @property
     def nbytes_read(self) -> int:
         *_, length, rounds = self._key_labels.tensor.shape
-        listed = min(rounds * self._size + self._window, length)
+        listed = min(rounds * self._size + self._window + self._num_sinks, length)
         kept = self._keys.nbytes + self._values.nbytes
         return kept * listed // max(length, 1) + self._key_labels.nbytes

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from numattn.core.cost import Cost, Shape
 from numattn.core.drawn import Draw, DrawnAttention, fill
 from numattn.core.info import Info
-from numattn.core.inputs import check, positive, prepare
+from numattn.core.inputs import check, not_negative, positive, prepare
 from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import Buffer, State
@@ -165,10 +165,8 @@ class _Pattern:
     def __post_init__(self) -> None:
         positive(INFO.name, "block_size", self.block_size)
         positive(INFO.name, "num_window", self.num_window)
-        for option in ("num_global", "num_random"):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"bigbird: {option} must be an integer, 0 or more; got {value!r}.")
+        not_negative(INFO.name, "num_global", self.num_global)
+        not_negative(INFO.name, "num_random", self.num_random)
 
     def before(self, is_causal: bool) -> int:
         """Window blocks before the query's own."""

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from numattn.core.cost import Cost, Shape
 from numattn.core.drawn import Draw, DrawnAttention, fill
 from numattn.core.info import Info
-from numattn.core.inputs import Inputs, Unsupported, positive, prepare
+from numattn.core.inputs import Inputs, Unsupported, not_negative, positive, prepare
 from numattn.core.linalg import group_counts, masked_mean
 from numattn.core.method import Method
 from numattn.core.registry import register
@@ -55,6 +55,7 @@ def lsh_attention(
     num_buckets: int = 64,
     shared_qk: bool = False,
     window: int = 64,
+    num_sinks: int = 4,
     projection: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -79,10 +80,11 @@ def lsh_attention(
     query of rank t among the n queries of its bucket and head stands at the place
     :math:`\lfloor (t + 1/2)\, n_k / n \rfloor` of the bucket's :math:`n_k` keys (where they would
     start, if there are none), and attends to the chunk of that place and to the chunk before it.
-    Causal: it attends to the latest ``bucket_size`` keys of its own bucket, and to the last
-    ``window`` keys whatever their bucket. A key is then centred by the mean of the keys up to it,
-    and K is the largest norm so far of a key centred in this way, so that nothing depends on later
-    tokens.
+    Causal: it attends to the latest ``bucket_size`` keys of its own bucket, and whatever their
+    bucket to the last ``window`` keys and to the first ``num_sinks``: a hash does not find the
+    attention sink of a trained head for every query, and a row without its sink is far off. A key
+    is then centred by the mean of the keys up to it, and K is the largest norm so far of a key
+    centred in this way, so that nothing depends on later tokens.
 
     Args:
         query: (B, H, Nq, D).
@@ -97,6 +99,7 @@ def lsh_attention(
             Both are hashed as they are, without centring or lifting. A token does not see itself,
             unless it sees nothing else.
         window: Latest keys that a causal query sees, positive; unused where not causal.
+        num_sinks: First keys that a causal query sees, not negative; unused where not causal.
         projection: R of every round, (Hk, num_rounds, D', num_buckets / 2), with D' = D + 1, or D
             if ``shared_qk``; drawn when None. Its last width is 0 for one bucket.
         attn_mask: bool key padding (B, 1, 1, Nk), True = attend. Where queries and keys are equally
@@ -142,7 +145,7 @@ def lsh_attention(
         torch.Size([1, 2, 100, 8])
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    options = LSH(bucket_size, num_rounds, num_buckets, shared_qk, window)
+    options = LSH(bucket_size, num_rounds, num_buckets, shared_qk, window, num_sinks)
     if shared_qk and query.shape[2] != key.shape[2]:
         raise Unsupported(
             f"lsh: shared_qk=True needs a key for every query; got {query.shape[2]} queries and "
@@ -157,7 +160,11 @@ def lsh_attention(
     row_labels, key_labels = _labels(x, projection, num_buckets, shared_qk)
     if is_causal:
         out = bucket_attention(
-            x, row_labels, key_labels, size=bucket_size, window=window, hide_own=shared_qk
+            *(x, row_labels, key_labels),
+            size=bucket_size,
+            window=window,
+            num_sinks=num_sinks,
+            hide_own=shared_qk,
         )
         return x.restore(out, place)
     rounds = _chunk_rounds(x, row_labels, key_labels, bucket_size, num_buckets)
@@ -309,12 +316,18 @@ def _chunk_pairs(shape: Shape, size: int) -> int:
 
 
 def _check_options(
-    bucket_size: int, num_rounds: int, num_buckets: int, shared_qk: bool, window: int
+    bucket_size: int,
+    num_rounds: int,
+    num_buckets: int,
+    shared_qk: bool,
+    window: int,
+    num_sinks: int,
 ) -> None:
     positive(INFO.name, "bucket_size", bucket_size)
     positive(INFO.name, "num_rounds", num_rounds)
     positive(INFO.name, "num_buckets", num_buckets)
     positive(INFO.name, "window", window)
+    not_negative(INFO.name, "num_sinks", num_sinks)
     if num_buckets > 1 and num_buckets % 2:
         raise ValueError(f"lsh: num_buckets must be even, or 1; got {num_buckets}.")
     if not isinstance(shared_qk, bool):
@@ -331,13 +344,12 @@ class LSH(Method):
     num_buckets: int = 64
     shared_qk: bool = False
     window: int = 64
+    num_sinks: int = 4
     info = INFO
     function = staticmethod(lsh_attention)
 
     def __post_init__(self) -> None:
-        _check_options(
-            self.bucket_size, self.num_rounds, self.num_buckets, self.shared_qk, self.window
-        )
+        _check_options(**self.options())
 
     def exact_at(self, length: int) -> LSH | None:
         if self.shared_qk:
@@ -351,11 +363,12 @@ class LSH(Method):
         hashed = shape.rows * d + heads * shape.keys * self._width(d)
         flops = 2 * hashed * self._rounds * (self.num_buckets // 2)
         if shape.is_causal:
-            units = self._rounds * size + self.window
+            units = self._rounds * size + self.window + self.num_sinks
             pairs = bucket_pairs(
                 shape,
                 size=size,
                 window=self.window,
+                num_sinks=self.num_sinks,
                 num_rounds=self._rounds,
                 num_labels=self.num_buckets,
             )
@@ -406,6 +419,7 @@ class LSH(Method):
             Hashes(projection.detach(), x.k, x.scale, self.shared_qk),
             size=self.bucket_size,
             window=self.window,
+            num_sinks=self.num_sinks,
             scale=scale,
             enable_gqa=enable_gqa,
             hide_own=self.shared_qk,

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
-from numattn.core.inputs import Inputs, Unsupported, positive, prepare, unfold
+from numattn.core.inputs import Inputs, Unsupported, not_negative, positive, prepare, unfold
 from numattn.core.linalg import (
     draw,
     finite,
@@ -34,9 +34,9 @@ from numattn.engines.buckets import (
     Round,
     bucket_attention,
     bucket_pairs,
+    recent_rounds,
     union_attention,
     unit,
-    window_round,
 )
 from numattn.engines.tiles import recompute, tile_elements
 
@@ -71,6 +71,7 @@ def routing_attention(
     cluster_size: int = 64,
     strict_causal: bool = True,
     window: int = 64,
+    num_sinks: int = 4,
     centroids: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
@@ -91,7 +92,8 @@ def routing_attention(
     :math:`K_\kappa` of its nearest centroid.
 
     Which tokens are the w nearest is not known before all have come. So a causal query attends to
-    the latest w keys whose nearest centroid is its own, and to the last ``window`` keys.
+    the latest w keys whose nearest centroid is its own, to the last ``window`` keys, and to the
+    first ``num_sinks``, which no clustering finds for every query.
 
     Args:
         query: (B, H, Nq, D).
@@ -100,9 +102,10 @@ def routing_attention(
         num_clusters: c, positive.
         cluster_size: w, positive.
         strict_causal: False takes the balanced clusters in causal calls too, with a mask by
-            position, and the window: then **later tokens change earlier rows**, since they push
-            others out of clusters, as in the paper. For training only; it cannot decode.
+            position, the window and the sinks: then **later tokens change earlier rows**, since
+            they push others out of clusters, as in the paper. For training only; it cannot decode.
         window: Latest keys that a causal query sees, positive; unused where not causal.
+        num_sinks: First keys that a causal query sees, not negative; unused where not causal.
         centroids: :math:`\mu`, (Hk, c, D) or (B, Hk, c, D), of any norm. When None, spherical
             k-means of the queries and keys of each sequence; causal calls need them given.
         attn_mask: bool key padding (B, 1, 1, Nk), True = attend. Where queries and keys are equally
@@ -140,7 +143,7 @@ def routing_attention(
         torch.Size([1, 2, 100, 8])
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    _check_options(num_clusters, cluster_size, strict_causal, window)
+    _check_options(num_clusters, cluster_size, strict_causal, window, num_sinks)
     if centroids is None and is_causal:
         raise Unsupported(
             "routing: centroids fitted on the batch of a causal call would let the future in; pass "
@@ -155,15 +158,15 @@ def routing_attention(
         rows, keys = labels.queries(x.q), labels.keys(x.k)
         if x.padding is not None:
             keys = keys.masked_fill(~x.padding[:, :, None], num_clusters)
-        out = bucket_attention(x, rows, keys, size=cluster_size, window=window)
+        out = bucket_attention(x, rows, keys, size=cluster_size, window=window, num_sinks=num_sinks)
         return x.restore(out, place)
     members = _members(x, centers, cluster_size)
     if is_causal:
-        recent = [window_round(x.q.shape[2], x.group, window, x.num_keys)]
+        recent = recent_rounds(x.q.shape[2], x.group, window, num_sinks, x.num_keys)
         near = union_attention(x.q, x.k, x.v, recent, scale=x.scale)
     else:
         near = _outside(x, centers, members)
-    part = _inside(x, members, window if is_causal else None)
+    part = _inside(x, members, (num_sinks, window) if is_causal else None)
     return x.restore(part.merge(Partial.from_lse(*near)).out(), place)
 
 
@@ -242,8 +245,11 @@ def _bits(table: Tensor, length: int) -> Tensor:
     return torch.stack(words, -1)
 
 
-def _inside(x: Inputs, members: _Members, window: int | None) -> Partial:
-    """Attention inside of the clusters; causal, up to the `window` that is counted elsewhere."""
+def _inside(x: Inputs, members: _Members, apart: tuple[int, int] | None) -> Partial:
+    """Attention inside of the clusters.
+
+    Causal where `apart` says how many first and how many latest keys are counted elsewhere.
+    """
     batch, heads, num_clusters, tall = members.rows.shape
     wide = members.keys.shape[3]
     flat_rows, flat_keys = members.rows.flatten(2), members.keys.flatten(2)
@@ -262,7 +268,7 @@ def _inside(x: Inputs, members: _Members, window: int | None) -> Partial:
     for c, (q, bits, k, v, theirs) in enumerate(zip(*queries, *tokens, key_bits, strict=True)):
         chosen = slice(c * together, (c + 1) * together)
         keys, real = members.keys[:, :, chosen], members.real_keys[:, :, chosen]
-        attend = partial(_attend, x.scale, x.group, window, c * together)
+        attend = partial(_attend, x.scale, x.group, apart, c * together)
         strips = [
             recompute(attend, *strip, k, v, theirs, keys, real)
             for strip in zip(
@@ -281,7 +287,7 @@ def _inside(x: Inputs, members: _Members, window: int | None) -> Partial:
 def _attend(
     scale: float,
     group: int,
-    window: int | None,
+    apart: tuple[int, int] | None,
     start: int,
     q: Tensor,
     bits: Tensor,
@@ -301,7 +307,9 @@ def _attend(
         before = (1 << (number - w * _WORD).clamp(0, _WORD)) - 1
         mine = bits[..., w] & before[:, None]
         seen = seen & ((mine[..., None] & key_bits[..., None, :, w]) == 0)
-    if window is not None:
+    if apart is not None:
+        num_sinks, window = apart
+        seen = seen & (keys >= num_sinks)[..., None, :]
         seen = seen & (keys[..., None, :] <= rows[..., None] // group - window)
     tiles = torch.arange(num_clusters, device=q.device)[None, None, :, None]
     out, lse = blocks_attention(
@@ -384,10 +392,13 @@ def _given(x: Inputs, num_clusters: int, centroids: Tensor) -> Tensor:
     return unit(centers.detach().to(x.k))
 
 
-def _check_options(num_clusters: int, cluster_size: int, strict_causal: bool, window: int) -> None:
+def _check_options(
+    num_clusters: int, cluster_size: int, strict_causal: bool, window: int, num_sinks: int
+) -> None:
     positive(INFO.name, "num_clusters", num_clusters)
     positive(INFO.name, "cluster_size", cluster_size)
     positive(INFO.name, "window", window)
+    not_negative(INFO.name, "num_sinks", num_sinks)
     if not isinstance(strict_causal, bool):
         raise ValueError(f"routing: strict_causal must be True or False; got {strict_causal!r}.")
 
@@ -401,11 +412,12 @@ class Routing(Method):
     cluster_size: int = 64
     strict_causal: bool = True
     window: int = 64
+    num_sinks: int = 4
     info = INFO
     function = staticmethod(routing_attention)
 
     def __post_init__(self) -> None:
-        _check_options(self.num_clusters, self.cluster_size, self.strict_causal, self.window)
+        _check_options(**self.options())
 
     def exact_at(self, length: int) -> Routing:
         return replace(self, num_clusters=1, cluster_size=max(length, 1))
@@ -428,14 +440,21 @@ class Routing(Method):
     def _seen(self, shape: Shape) -> tuple[float, int]:
         """Keys of a row in the mean, and pairs of a key head that tiles compute."""
         c, w, group = self.num_clusters, self.cluster_size, shape.heads // shape.kv_heads
-        recent = partial(bucket_pairs, shape, size=w, window=self.window, num_labels=c)
+        recent = partial(
+            bucket_pairs,
+            shape,
+            size=w,
+            window=self.window,
+            num_sinks=self.num_sinks,
+            num_labels=c,
+        )
         if shape.is_causal and self.strict_causal:
-            return w + self.window, recent(num_rounds=1)
+            return w + self.window + self.num_sinks, recent(num_rounds=1)
         queries, keys = min(w, shape.queries), min(w, shape.keys)
         share = queries / max(shape.queries, 1)
         inside = c * group * queries * keys
         if shape.is_causal:
-            return c * share * keys + self.window, inside + recent(num_rounds=0)
+            return c * share * keys + self.window + self.num_sinks, inside + recent(num_rounds=0)
         alone = (1 - share) ** c  # of the queries, in no cluster
         tiles = -(-round(alone * shape.queries * group) // HEIGHT)
         # Where the nearest centroid changes within a tile, it reads two clusters.
@@ -488,6 +507,7 @@ class Routing(Method):
             Clusters(centers, x.scale),
             size=self.cluster_size,
             window=self.window,
+            num_sinks=self.num_sinks,
             scale=scale,
             enable_gqa=enable_gqa,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
-from numattn.core.inputs import Inputs, positive, prepare
+from numattn.core.inputs import Inputs, not_negative, positive, prepare
 from numattn.core.linalg import take
 from numattn.core.method import Method
 from numattn.core.partial import Partial
@@ -249,9 +249,8 @@ def _runs(x: Tensor, tiles: list[Tile]) -> list[Sequence[Tensor]]:
 
 def _check_options(window: int, num_sinks: int, num_global: int) -> None:
     positive(INFO.name, "window", window)
-    for option, value in (("num_sinks", num_sinks), ("num_global", num_global)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"window: {option} must be an integer, 0 or more; got {value!r}.")
+    not_negative(INFO.name, "num_sinks", num_sinks)
+    not_negative(INFO.name, "num_global", num_global)
 
 
 @register

@@ -12,9 +12,9 @@ from numattn.engines.buckets import (
     bucket_attention,
     bucket_rounds,
     inverse,
+    recent_rounds,
     union_attention,
     unit,
-    window_round,
 )
 from numattn.testing import make_qkv
 
@@ -56,7 +56,7 @@ def dense(q, k, v, seen):
     return logits.softmax(-1).masked_fill(nothing[..., None], 0.0) @ v, lse
 
 
-def pairs_by_loop(x, row_labels, key_labels, size, window):
+def pairs_by_loop(x, row_labels, key_labels, size, window, sinks=0):
     """Every pair of the definition, by looking at the keys of a row from the latest back."""
     batch, heads, rounds, rows = row_labels.shape
     seen = torch.zeros(batch, heads, rows, x.k.shape[2], dtype=torch.bool)
@@ -69,6 +69,7 @@ def pairs_by_loop(x, row_labels, key_labels, size, window):
                 if i >= exist:
                     continue
                 seen[b, h, r, max(i + 1 - window, 0) : i + 1] = True
+                seen[b, h, r, : min(sinks, i + 1)] = True
                 for t in range(rounds):
                     alike = [j for j in range(i + 1) if theirs[b][h][t][j] == mine[b][h][t][r]]
                     seen[b, h, r, alike[-size:]] = True
@@ -82,7 +83,7 @@ def exists(x):
 
 
 def random_rounds(rows, keys, count):
-    found = [window_round(rows, 1, 5, torch.full((1, 1), keys))]
+    found = recent_rounds(rows, 1, 5, 0, torch.full((1, 1), keys))
     for t in range(count):
         order = torch.rand(2, 3, keys, generator=torch.Generator().manual_seed(t)).argsort(-1)
         first = integers(0, keys, 2, 3, rows, seed=10 + t)
@@ -142,14 +143,15 @@ def test_a_union_needs_a_round():
 
 @pytest.mark.parametrize("num_keys", [None, 0, 1, 29])
 @pytest.mark.parametrize(("size", "window"), [(1, 1), (4, 3), (100, 1), (2, 100)])
+@pytest.mark.parametrize("sinks", [0, 3, 50])
 @pytest.mark.parametrize("group", [1, 2])
-def test_bucket_attention_is_its_definition(size, window, group, num_keys):
+def test_bucket_attention_is_its_definition(size, window, group, sinks, num_keys):
     x = folded(group=group, num_keys=num_keys)
     rows, keys = integers(0, 4, 2, 3, 2, 40 * group), integers(0, 4, 2, 3, 2, 40, seed=2)
     if x.padding is not None:
         keys = keys.masked_fill(~x.padding[:, :, None], 4)
-    out = bucket_attention(x, rows, keys, size=size, window=window)
-    want, _ = dense(x.q, x.k, x.v, pairs_by_loop(x, rows, keys, size, window))
+    out = bucket_attention(x, rows, keys, size=size, window=window, num_sinks=sinks)
+    want, _ = dense(x.q, x.k, x.v, pairs_by_loop(x, rows, keys, size, window, sinks))
     torch.testing.assert_close(out * exists(x)[..., None], want, rtol=0, atol=1e-11)
 
 
@@ -231,12 +233,15 @@ class Given:
 
 
 @pytest.mark.parametrize("hide_own", [False, True])
-@pytest.mark.parametrize(("size", "window"), [(3, 1), (3, 4), (50, 1), (1, 50)])
-def test_decoding_is_prefill(size, window, hide_own):
+@pytest.mark.parametrize(
+    ("size", "window", "sinks"), [(3, 1, 2), (3, 4, 0), (50, 1, 1), (1, 50, 60)]
+)
+def test_decoding_is_prefill(size, window, sinks, hide_own):
     x = folded()
     rows, keys = integers(0, 3, 2, 3, 2, 80), integers(0, 3, 2, 3, 2, 40, seed=2)
     taken = Inputs(**{**vars(x), "k": unit(x.k)}) if hide_own else x
-    want = bucket_attention(taken, rows, keys, size=size, window=window, hide_own=hide_own)
+    call = {"size": size, "window": window, "num_sinks": sinks, "hide_own": hide_own}
+    want = bucket_attention(taken, rows, keys, **call)
     q = x.q.unflatten(2, (-1, 2)).transpose(2, 3).flatten(1, 2)
     for prefix in (0, 23):
         state = BucketState(
@@ -244,11 +249,9 @@ def test_decoding_is_prefill(size, window, hide_own):
             x.k[:, :, :prefix],
             x.v[:, :, :prefix],
             Given(rows, keys, 2),
-            size=size,
-            window=window,
             scale=SCALE,
             enable_gqa=True,
-            hide_own=hide_own,
+            **call,
         )
         for t in range(prefix, 40):
             state.append(x.k[:, :, t : t + 1], x.v[:, :, t : t + 1])

@@ -51,7 +51,7 @@ def buckets_by_loop(q, k, r, shared, is_causal):
     return hq, hk
 
 
-def pairs_by_loop(q, k, projection, size, window, shared, is_causal):
+def pairs_by_loop(q, k, projection, size, window, sinks, shared, is_causal):
     """Which keys every query of one head sees: bool (Nq, Nk)."""
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     for r in projection:
@@ -65,6 +65,7 @@ def pairs_by_loop(q, k, projection, size, window, shared, is_causal):
                     alike = [j for j in range(i + 1) if hk[j] == h]
                     seen[i, alike[-size:]] = True
                     seen[i, max(i + 1 - window, 0) : i + 1] = True
+                    seen[i, : min(sinks, i + 1)] = True
                     continue
                 slot = start + math.floor(Fraction(2 * t + 1, 2 * len(members)) * count)
                 chunk = min(slot, len(k) - 1) // size
@@ -72,7 +73,7 @@ def pairs_by_loop(q, k, projection, size, window, shared, is_causal):
     return seen
 
 
-def by_loop(q, k, v, projection, *, size, window=64, shared=False, is_causal=False):
+def by_loop(q, k, v, projection, *, size, window=64, sinks=4, shared=False, is_causal=False):
     """The whole method, one query head at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=F64)
@@ -81,7 +82,7 @@ def by_loop(q, k, v, projection, *, size, window=64, shared=False, is_causal=Fal
             key = k[b, h // group]
             key = key / key.norm(dim=1, keepdim=True) if shared else key
             seen = pairs_by_loop(
-                q[b, h], key, projection[h // group], size, window, shared, is_causal
+                q[b, h], key, projection[h // group], size, window, sinks, shared, is_causal
             )
             if shared:
                 others = seen & ~torch.eye(len(key), dtype=torch.bool)
@@ -94,10 +95,16 @@ def by_loop(q, k, v, projection, *, size, window=64, shared=False, is_causal=Fal
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    ("length", "size", "rounds", "num_buckets", "window"),
-    [(37, 4, 3, 4, 3), (30, 7, 2, 16, 1), (41, 5, 2, 1, 2), (9, 1, 1, 2, 1), (20, 40, 2, 4, 5)],
+    ("length", "size", "rounds", "num_buckets", "window", "sinks"),
+    [
+        (37, 4, 3, 4, 3, 2),
+        (30, 7, 2, 16, 1, 0),
+        (41, 5, 2, 1, 2, 1),
+        (9, 1, 1, 2, 1, 4),
+        (20, 40, 2, 4, 5, 50),
+    ],
 )
-def test_equals_the_definition(length, size, rounds, num_buckets, window, shared, is_causal):
+def test_equals_the_definition(length, size, rounds, num_buckets, window, sinks, shared, is_causal):
     q, k, v = make_qkv(length, heads=2, group=2, head_dim=3, seed=length)
     projection = draw(2, rounds, 3 if shared else 4, num_buckets // 2)
     out = lsh_attention(
@@ -107,12 +114,18 @@ def test_equals_the_definition(length, size, rounds, num_buckets, window, shared
         num_buckets=num_buckets,
         shared_qk=shared,
         window=window,
+        num_sinks=sinks,
         projection=projection,
         is_causal=is_causal,
         enable_gqa=True,
     )
     want = by_loop(
-        *(q, k, v, projection), size=size, window=window, shared=shared, is_causal=is_causal
+        *(q, k, v, projection),
+        size=size,
+        window=window,
+        sinks=sinks,
+        shared=shared,
+        is_causal=is_causal,
     )
     torch.testing.assert_close(out, want, rtol=0, atol=1e-10)
 

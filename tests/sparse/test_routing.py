@@ -26,7 +26,7 @@ def nearest_tokens(mu, x, size):
     return set(sorted(range(len(x)), key=lambda n: -score[n])[:size])
 
 
-def balanced(q, k, mu, size, window):
+def balanced(q, k, mu, size, window, sinks):
     """Pairs of one head; with a window, the causal form that is not strict."""
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     clusters = [(nearest_tokens(m, q, size), nearest_tokens(m, k, size)) for m in mu]
@@ -39,10 +39,11 @@ def balanced(q, k, mu, size, window):
             seen[i, j] = window is None or j <= i
         if window is not None:
             seen[i, max(i + 1 - window, 0) : i + 1] = True
+            seen[i, : min(sinks, i + 1)] = True
     return seen
 
 
-def strict(q, k, mu, size, window):
+def strict(q, k, mu, size, window, sinks):
     """Pairs of one head: the latest keys of the query's cluster, and the latest of all."""
     seen = torch.zeros(len(q), len(k), dtype=torch.bool)
     mine, theirs = ((directions(x) @ mu.T).argmax(-1).tolist() for x in (q, k))
@@ -50,16 +51,17 @@ def strict(q, k, mu, size, window):
         alike = [j for j in range(i + 1) if theirs[j] == mine[i]]
         seen[i, alike[-size:]] = True
         seen[i, max(i + 1 - window, 0) : i + 1] = True
+        seen[i, : min(sinks, i + 1)] = True
     return seen
 
 
-def by_loop(q, k, v, mu, pairs, size, window=None):
+def by_loop(q, k, v, mu, pairs, size, window=None, sinks=4):
     """The whole method, one query head at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=F64)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            seen = pairs(q[b, h], k[b, h // group], mu[h // group], size, window)
+            seen = pairs(q[b, h], k[b, h // group], mu[h // group], size, window, sinks)
             logits = q[b, h] @ k[b, h // group].T * q.shape[3] ** -0.5
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
             out[b, h] = weights @ v[b, h // group]
@@ -83,9 +85,9 @@ def test_balanced_clusters_equal_the_definition(count, size, queries, keys):
 
 
 @pytest.mark.parametrize("strict_causal", [False, True])
-@pytest.mark.parametrize("window", [1, 4, 50])
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 3), (1, 40), (50, 4)])
 @pytest.mark.parametrize(("count", "size"), SIZES)
-def test_causal_forms_equal_the_definition(count, size, window, strict_causal):
+def test_causal_forms_equal_the_definition(count, size, window, sinks, strict_causal):
     q, k, v = make_qkv(30, heads=2, group=2, head_dim=3)
     mu = centroids(2, count, 3)
     out = routing_attention(
@@ -94,11 +96,12 @@ def test_causal_forms_equal_the_definition(count, size, window, strict_causal):
         cluster_size=size,
         strict_causal=strict_causal,
         window=window,
+        num_sinks=sinks,
         centroids=mu,
         is_causal=True,
         enable_gqa=True,
     )
-    want = by_loop(q, k, v, mu, strict if strict_causal else balanced, size, window)
+    want = by_loop(q, k, v, mu, strict if strict_causal else balanced, size, window, sinks)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-11)
 
 
