@@ -124,7 +124,9 @@ def lsh_attention(
     Limits: there is no error bound: a heavy key is lost if it hashes elsewhere in every round, or
     lies further than m in its bucket. On the sphere q' and k' are rarely close, so that collisions
     say less about products than about angles. Within a bucket keys are in the order of positions:
-    the result is not equivariant under permutations unless a chunk holds everything. Buckets are
+    the result is not equivariant under permutations unless a chunk holds everything. Diffuse heads,
+    whose output is a mean over hundreds of keys, are served worse than by as many keys drawn
+    blindly: the keys of a bucket and the nearest ones are no fair sample of all. Buckets are
     constants for autograd. A negative ``scale`` turns queries round before they are hashed.
 
     Raises:

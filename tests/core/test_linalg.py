@@ -411,6 +411,16 @@ def test_kmeans_finds_separated_clusters():
     assert torch.equal(label, label[:, :, :5].repeat(1, 1, 12))
 
 
+@pytest.mark.parametrize(("offset", "spread"), [(0.0, 500.0), (1e4, 3.0)])
+def test_kmeans_in_single_precision(offset, spread):
+    """Squared distances that float16 cannot hold, and a common part that float32 cannot square."""
+    centers = spread * tokens(5, seed=3)
+    x = offset + centers[:, :, torch.arange(60) % 5] + spread / 50 * tokens(60, seed=4)
+    label = linalg.kmeans(x.float(), 5, 20)
+    assert torch.equal(label, label[:, :, :5].repeat(1, 1, 12))
+    assert torch.equal(label[:, :, :5].sort(-1).values, torch.arange(5).expand(2, 3, 5))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_kmeans_takes_padding_for_truncation(side):
     x = tokens(30)

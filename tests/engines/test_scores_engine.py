@@ -234,3 +234,10 @@ def test_variances_have_the_gradient_of_a_fixed_axis():
     want = 2 / 3 * (centred * axis).sum(-1, keepdim=True) * axis
     torch.testing.assert_close(grad, want.detach())
     assert math.isfinite(g.rest.sum().item())
+
+
+def test_counts_are_exact_beyond_the_integers_of_half_precision():
+    """301 is no bfloat16 number, and a mass is off by as much as its count."""
+    k = torch.randn(1, 1, 400, 3, generator=torch.Generator().manual_seed(0))
+    label = (torch.arange(400) >= 301).long()[None, None]
+    assert group_statistics(k, label, 2).count.tolist() == [[[301.0, 99.0]]]
