@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
+from numattn.core.linalg import draw
+
 if TYPE_CHECKING:
     from numattn.core.method import Method
     from numattn.core.state import State
@@ -23,13 +25,8 @@ class Draw(NamedTuple):
 def draw_all(
     draws: Mapping[str, Draw], generator: Generator | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """Draw tensors, in float64 on the generator's device so that every device and type agrees."""
-    source = "cpu" if generator is None else generator.device
-    call: dict[str, Any] = {"dtype": torch.float64, "device": source, "generator": generator}
-    return {
-        name: (torch.randn if law == "normal" else torch.rand)(shape, **call).to(device)
-        for name, (law, shape) in draws.items()
-    }
+    """Draw tensors, in order."""
+    return {name: draw(shape, generator, device, law) for name, (law, shape) in draws.items()}
 
 
 def fill(
@@ -50,7 +47,7 @@ def fill(
                 f"{method.info.name}: {name} must have shape {draws[name].shape}; "
                 f"got {tuple(tensor.shape)}."
             )
-    missing = {name: draw for name, draw in draws.items() if given[name] is None}
+    missing = {name: law for name, law in draws.items() if given[name] is None}
     return {n: t for n, t in given.items() if t is not None} | draw_all(
         missing, generator, key.device
     )
@@ -75,8 +72,8 @@ class DrawnAttention(nn.Module):
         super().__init__()
         self.options = self.record(**options)
         self._draws = self.options.draws(num_heads, head_dim)
-        for name, draw in self._draws.items():
-            self.register_buffer(name, torch.empty(draw.shape))
+        for name, (_, shape) in self._draws.items():
+            self.register_buffer(name, torch.empty(shape))
         self.redraw(generator)
 
     @torch.no_grad()

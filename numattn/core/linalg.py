@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -13,10 +14,20 @@ from torch.utils.flop_counter import register_flop_formula
 _LOG2E = 1 / math.log(2)
 
 
-def draw(shape: tuple[int, ...], generator: Generator | None, device: torch.device) -> Tensor:
-    """Standard normal float64 numbers, drawn on the CPU so that every device agrees."""
+def draw(
+    shape: tuple[int, ...],
+    generator: Generator | None,
+    device: torch.device,
+    law: Literal["normal", "uniform"] = "normal",
+) -> Tensor:
+    """Standard normal numbers, or uniform ones in [0, 1).
+
+    They are float64 and drawn on the generator's device, by default the CPU, so that every device
+    and every type agrees.
+    """
     source = generator.device if generator is not None else "cpu"
-    return torch.randn(shape, dtype=torch.float64, device=source, generator=generator).to(device)
+    sample = torch.randn if law == "normal" else torch.rand
+    return sample(shape, dtype=torch.float64, device=source, generator=generator).to(device)
 
 
 def orthogonal_gaussian(

@@ -42,6 +42,7 @@ INFO = Info(
 _OWN = 128  # rows and keys of a tile of the causal part
 _PILOTS = 16  # queries on which the orders are compared
 _MOST = 1.0  # of the second-order term: where it is larger the expansion means nothing
+_JOINED = 32  # chunks of tiles whose results are joined at a time
 _OPENED = 4  # with two levels: the opened blocks hold this many times num_near keys
 
 
@@ -471,21 +472,26 @@ def _far_field(
     field = partial(
         _one_level if blocks is None else _two_levels, rule, min(num_keys, options.num_near)
     )
-    parts, lists = [], []
     pieces = q[:, :, begin:].split([t1 - t0 for t0, t1, _ in chunks], 2)
-    for (t0, t1, n), piece in zip(chunks, pieces, strict=True):
+
+    def compute(t0: int, t1: int, n: int, piece: Tensor) -> tuple[Tensor, ...]:
         if rule.lag:
             piece = torch.cat([q[:, :, t0 - 1 : t0].detach(), piece], 2)
-        *part, slots = recompute(
+        return recompute(
             field,
             piece,
             None if exists is None else exists[:, :, t0:t1],
             cells[:, : n * options.per_block],
             None if blocks is None else blocks[:, :n],
         )
-        parts.append(Partial(*part))
-        lists.append(slots)
-    return Partial.cat(parts, 2), torch.cat(lists, 2)
+
+    # Joined now and then: many small results between large temporaries would scatter the memory.
+    done = []
+    for a, b in spans(len(chunks), _JOINED):
+        found = [compute(*chunks[c], pieces[c]) for c in range(a, b)]
+        done.append([torch.cat(parts, 2) for parts in zip(*found, strict=True)])
+    num, den, shift, lists = (torch.cat(parts, 2) for parts in zip(*done, strict=True))
+    return Partial(num, den, shift), lists
 
 
 def _one_level(

@@ -128,7 +128,8 @@ def routing_attention(
     Limits: there is no error bound. A query may be in several clusters and see up to c w keys: the
     unit of `cost` is the mean. Good clusters need queries and keys of alike directions, as a model
     trained with them has. In heads of other models queries and keys mostly point elsewhere, so that
-    clusters of queries hold few keys, a larger w adds none, and heavy keys far away are missed. The choice is constant for autograd.
+    clusters of queries hold few keys, a larger w adds none, and heavy keys far away are missed. The
+    choice is constant for autograd.
 
     Raises:
         ValueError: An option is not of the range above, or ``centroids`` of another shape.
