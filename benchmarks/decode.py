@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py [--smoke] [--steps S] [METHOD ...]
 
-Every method that decodes and has a budget takes in all but the last tokens of the input, then
-decodes these one by one. The error is that of the output against exact attention in float64, over
+Every method that decodes and approximates softmax takes in all but the last tokens of the input,
+then decodes these one by one. The error is that of the output against exact attention in float64, over
 all steps of a query head; bytes are those of the state that a step has to read, relative to all
 keys and values, on average over the steps.
 """
@@ -26,7 +26,8 @@ def decode(method: numattn.Method, x: QKV, steps: int) -> tuple[list[float], flo
     """Relative error of each query head over the last `steps` tokens, and the share read."""
     q, k, v = x.q.float(), x.k.float(), x.v.float()
     start = x.length - steps
-    call = {"scale": x.scale, "enable_gqa": True}
+    call = x.call(method)
+    del call["is_causal"]
     tensors = method.fit(
         *(y[:, :, :start] for y in (q, k, v)),
         **call,
@@ -56,16 +57,19 @@ def main() -> None:
     x = max((x for x in inputs if x.is_causal), key=lambda x: x.length)
     if args.smoke:
         x, args.steps, args.budget = x.crop(256), 2, [16]
-    able = [m for m in numattn.methods() if m.info.decode and m.info.budget]
-    able = [m for m in able if m.info.approximates == "softmax" and m.info.needs == "nothing"]
+    able = [m for m in numattn.methods() if m.info.decode and m.info.approximates == "softmax"]
+    able = [m for m in able if m.info.needs == "nothing"]
     names = args.methods or [m.info.name for m in able]
     print(f"{x.name}, {x.length} tokens, the last {args.steps} decoded one by one")
     print(f"{'':16}{'budget':>8}{'bytes read':>12}{'error':>10}{'worst head':>12}")
     for name in names:
-        for budget in args.budget:
-            method = numattn.get(name).with_budget(budget)
+        for budget in args.budget if numattn.get(name).info.budget else [None]:
+            method = numattn.get(name)
+            method = method if budget is None else method.with_budget(budget)
             errors, read = decode(method, x, args.steps)
-            print(f"{name:16}{budget:8}{read:12.3f}{median(errors):10.4f}{max(errors):12.4f}")
+            print(
+                f"{name:16}{budget or '':>8}{read:12.3f}{median(errors):10.4f}{max(errors):12.4f}"
+            )
             if args.out:
                 row = {"method": method.to_dict(), "read": read, "errors": errors}
                 with args.out.open("a") as file:

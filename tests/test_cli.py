@@ -165,7 +165,7 @@ def test_measure_takes_families(capsys, tmp_path):
     sparse = {m.info.name for m in numattn.methods() if m.info.family == "sparse"}
     assert found == sparse | {"svd"}
     rows = [row for row in read_rows(tmp_path / "rows.jsonl") if row.status == "ok"]
-    assert all((row.block_efficiency is None) == (row.family != "sparse") for row in rows)
+    assert all((row.block_oracle_error is None) == (row.family != "sparse") for row in rows)
 
 
 def test_a_torn_end_is_said_and_measured_again(capsys, tmp_path):
