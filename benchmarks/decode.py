@@ -3,9 +3,9 @@
     python benchmarks/decode.py [--smoke] [--steps S] [METHOD ...]
 
 Every method that decodes and approximates softmax takes in all but the last tokens of the input,
-then decodes these one by one. The error is that of the output against exact attention in float64, over
-all steps of a query head; bytes are those of the state that a step has to read, relative to all
-keys and values, on average over the steps.
+then decodes these one by one. The error is that of the output against exact attention in float64,
+over all steps of a query head; bytes are those of the state that a step has to read, relative to
+all keys and values, on average over the steps.
 """
 
 from __future__ import annotations
