@@ -51,7 +51,7 @@ class Round:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Directions x / |x| along the last dimension; a zero stays zero."""
+    """Vectors of length one along the last dimension; zero stays zero."""
     norm = x.norm(dim=-1, keepdim=True)
     return x / (norm + (norm == 0))
 

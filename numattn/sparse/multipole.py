@@ -57,6 +57,7 @@ def multipole_attention(
     clusters: Literal["kmeans", "contiguous"] = "kmeans",
     num_iterations: int = 4,
     order: Literal[0, 1, 2, "auto"] = 0,
+    num_axes: int = 1,
     levels: Literal[1, 2] = 1,
     query_tile: int = 64,
     orders: Tensor | None = None,
@@ -75,13 +76,14 @@ def multipole_attention(
                        {\sum_{j \in S} e^{s_j} + \sum_C M_C}, \quad
               M_C = n\, e^{\mathrm{scale}\; q \cdot c} .
 
-    This is the far field of order 0. Let g be the direction in which a cluster is spread most.
-    Order 1 adds what the values gain towards the query, u + scale (q.g) E[(v - u) g.(k - c)].
-    Order 2 also multiplies M by :math:`e^{\sigma^2 / 2}`, where the variance of the cluster's
-    logits is that along g and, for the directions that g leaves, their mean. The factor is cut at
-    Bennett's bound for the cluster's radius, and at e: where the variance is large the expansion
-    no longer says anything. All D x D second moments of a cluster would be more numbers than
-    its keys are.
+    This is the far field of order 0. Let :math:`g_r` be the directions in which a cluster is spread
+    most, ``num_axes`` of them. Order 1 adds what the values gain towards the query,
+    u + scale :math:`\sum_r (q \cdot g_r)\, E[(v - u)\, g_r \cdot (k - c)]`. Order 2 also multiplies
+    M by :math:`e^{\sigma^2 / 2}`, where the variance of the cluster's logits is that along the axes
+    and, for the directions that they leave, their mean. The factor is cut at Bennett's bound for
+    the cluster's radius, and at e: where the variance is large the expansion no longer says
+    anything. With one axis less than keys in a cluster this is the whole second moment; by then
+    it is more numbers than the keys themselves are.
 
     The near clusters are those of most votes, as many as hold at most ``num_near`` keys: a vote is
     the softmax of log n + scale q.c over the clusters that are seen, and the queries of a tile are
@@ -104,6 +106,7 @@ def multipole_attention(
         num_iterations: Steps of k-means (Lloyd), positive.
         order: 0, 1 or 2 for all heads, or ``"auto"``: for each key head the order of the least
             error of the output on 16 queries, which are computed exactly.
+        num_axes: Directions that orders 1 and 2 keep of each cluster, positive; at most D are.
         levels: 2 looks at clusters only in the ceil(4 num_near / block_size) blocks of most
             votes. Every other block is one cluster.
         query_tile: Positions that share their near keys. With 1 every position chooses for
@@ -120,10 +123,10 @@ def multipole_attention(
 
     Cost: with M = Nk / ``cluster_size`` clusters, 2 Nq (M + ``num_near``) (D + E) operations per
     head, M halved when causal, which adds Nq ``block_size`` (D + E) for the own blocks. Orders
-    above 0 add 2 Nq M (D + E), order 2 again 2 Nq M D; ``order="auto"`` always costs order 2.
-    k-means takes 2 Nk (block_size / cluster_size) D a step. Memory grows with Nq ``num_near`` /
-    ``query_tile`` and with the lengths. Decoding keeps keys and values, and D + E + 1 numbers for
-    each cluster (2 D + 2 E + 1 and 2 D + 2 E + 4 at orders 1 and 2).
+    above 0 add 2 Nq M (D + E) for each axis, order 2 again 2 Nq M D; ``order="auto"`` always costs
+    order 2. k-means takes 2 Nk (block_size / cluster_size) D a step. Memory grows with
+    Nq ``num_near`` / ``query_tile`` and with the lengths. Decoding keeps keys and values, and
+    D + E + 1 numbers for each cluster, at orders 1 and 2 as many again for each axis.
 
     Exact when: ``num_near`` >= Nk; or the keys of each cluster are equal, as with
     ``cluster_size=1``; or causal and Nk <= ``block_size``.
@@ -157,8 +160,15 @@ def multipole_attention(
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     options = Multipole(
-        *(num_near, cluster_size, block_size, clusters),
-        *(num_iterations, order, levels, query_tile),
+        num_near=num_near,
+        cluster_size=cluster_size,
+        block_size=block_size,
+        clusters=clusters,
+        num_iterations=num_iterations,
+        order=order,
+        num_axes=num_axes,
+        levels=levels,
+        query_tile=query_tile,
     )
     if x.empty:
         return x.nothing()
@@ -303,29 +313,31 @@ def _moments(
 ) -> Tensor:
     """What the far field knows of each group of keys, as one row of numbers (B, Hk, num, W).
 
-    Order 0: count, mean of keys, mean of values. Order 1: principal axis g and E[v g.(k - mean)].
-    Order 2: radius, variance along g, mean square distance that g leaves.
+    Order 0: count, mean of keys, mean of values. Order 1: principal axes g, and for each of them
+    E[v g.(k - mean)]. Order 2: radius, variances along the axes, mean square distance that they
+    leave.
     """
-    top = options.top_order
-    groups = group_statistics(k, label, num, ball=top == 2, num_axes=min(top, 1))
+    top, num_axes = options.top_order, options.axes_of(k.shape[3])
+    groups = group_statistics(k, label, num, ball=top == 2, num_axes=num_axes)
     value, _ = group_means(v, label, num)
     parts = [groups.count[..., None], groups.mean, value]
     if groups.axes is not None:
-        axis = groups.axes[:, :, :, 0]
         own = label.clamp(max=num - 1)
-        along = ((k - take(groups.mean, own)) * take(axis, own)).sum(-1, keepdim=True)
-        dipole, _ = group_means(along * (v - take(value, own)), label, num)
-        parts += [axis, dipole]
+        k, v = k - take(groups.mean, own), v - take(value, own)
+        parts += [groups.axes.flatten(3)]
+        for axis in groups.axes.unbind(3):
+            along = (k * take(axis, own)).sum(-1, keepdim=True)
+            parts += [group_means(along * v, label, num)[0]]
     if groups.radius is not None and groups.variance is not None and groups.rest is not None:
         parts += [groups.radius[..., None], groups.variance, groups.rest[..., None]]
     cells = torch.cat(parts, -1)
-    return cells if orders is None else _limit(cells, orders, k.shape[3], v.shape[3])
+    return cells if orders is None else _limit(cells, orders, k.shape[3], v.shape[3], num_axes)
 
 
-def _limit(cells: Tensor, orders: Tensor, dim: int, width: int) -> Tensor:
+def _limit(cells: Tensor, orders: Tensor, dim: int, width: int, num_axes: int) -> Tensor:
     """Zero the moments above each head's order, int (Hk) or (B, Hk)."""
-    number = torch.arange(cells.shape[3], device=cells.device)
-    above = (number > dim + width).long() + (number > 2 * (dim + width)).long()
+    number, first = torch.arange(cells.shape[3], device=cells.device), dim + width
+    above = (number > first).long() + (number > (1 + num_axes) * first).long()
     return cells * (above <= orders[..., None, None])
 
 
@@ -353,17 +365,23 @@ class _Rule:
 
     def heads_together(self, group: int, num_blocks: int, device: torch.device) -> int:
         """Heads to compute at a time, so that a block of queries fits into a tile's budget."""
-        rows = group * self.options.block_size
+        rows = group * self.options.block_size * max(self.num_axes, 1)
         return max(tile_elements(device) // (rows * self.options.columns(num_blocks)), 1)
 
     def tiles_together(self, q: Tensor, num_blocks: int) -> int:
         """Tiles to compute at a time; two levels gather `columns` rows of numbers for each."""
         each = q.shape[3] if self.options.levels == 1 else max(q.shape[3], self.dim + self.width)
+        each = each * max(self.num_axes, 1)
         each = q.shape[0] * q.shape[1] * each * self.options.columns(num_blocks)
         return max(tile_elements(q.device) // each, 1)
 
+    @property
+    def num_axes(self) -> int:
+        return self.options.axes_of(self.dim)
+
     def _part(self, cells: Tensor, index: int) -> Tensor:
-        lengths = (1, self.dim, self.width, self.dim, self.width, 1, 1, 1)
+        dim, width, num = self.dim, self.width, self.num_axes
+        lengths = (1, dim, width, num * dim, num * width, 1, num, 1)
         begin = sum(lengths[:index])
         return cells[..., begin : begin + lengths[index]]
 
@@ -375,7 +393,7 @@ class _Rule:
             return groups
         return replace(
             groups,
-            axes=self._part(cells, 3)[..., None, :],
+            axes=self._part(cells, 3).unflatten(-1, (self.num_axes, -1)),
             radius=self._part(cells, 5)[..., 0],
             variance=self._part(cells, 6),
             rest=self._part(cells, 7)[..., 0],
@@ -386,8 +404,12 @@ class _Rule:
         return self._part(cells, 2)
 
     def dipoles(self, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Axes, and covariances of the values with the keys along them."""
-        return self._part(cells, 3), self._part(cells, 4)
+        """Axes, and covariances of the values with the keys along them: (b, M * axes, D or E)."""
+        axes, moments = (
+            self._part(cells, index).unflatten(-1, (self.num_axes, -1)).flatten(1, 2)
+            for index in (3, 4)
+        )
+        return axes, moments
 
 
 def _attend(
@@ -583,7 +605,8 @@ def _tiles(
     if rule.order:
         axis, dipole = rule.dipoles(cells)
         along = q[:, :, rule.lag :].flatten(1, 3) @ axis.mT
-        num = torch.baddbmm(num, flat * along, dipole, alpha=rule.scale)
+        along = along.unflatten(2, (-1, rule.num_axes)) * flat[..., None]
+        num = torch.baddbmm(num, along.flatten(2), dipole, alpha=rule.scale)
     return num.unflatten(1, shift.shape[1:]), den, shift, slots
 
 
@@ -678,7 +701,13 @@ def _pilot_errors(x: Inputs, options: Multipole) -> Tensor:
     q, exact = _tiled(q, x.group, 1), _tiled(exact, x.group, 1)
     errors = []
     for order in range(3):
-        limit = partial(_limit, orders=number[order : order + 1], dim=rule.dim, width=rule.width)
+        limit = partial(
+            _limit,
+            orders=number[order : order + 1],
+            dim=rule.dim,
+            width=rule.width,
+            num_axes=rule.num_axes,
+        )
         blocks = None if found.blocks is None else limit(found.blocks)
         trial = replace(found, cells=limit(found.cells), blocks=blocks)
         out = _attend(rule, q, None, trial, [(0, _PILOTS, found.num_blocks)]).out()
@@ -688,7 +717,14 @@ def _pilot_errors(x: Inputs, options: Multipole) -> Tensor:
 
 def _check_options(options: Multipole) -> None:
     name = INFO.name
-    for option in ("num_near", "cluster_size", "block_size", "num_iterations", "query_tile"):
+    for option in (
+        "num_near",
+        "cluster_size",
+        "block_size",
+        "num_iterations",
+        "num_axes",
+        "query_tile",
+    ):
         positive(name, option, getattr(options, option))
     one_of(name, "clusters", options.clusters, ("kmeans", "contiguous"))
     for option, choices in (("order", (0, 1, 2, "auto")), ("levels", (1, 2))):
@@ -714,6 +750,7 @@ class Multipole(Method):
     clusters: Literal["kmeans", "contiguous"] = "kmeans"
     num_iterations: int = 4
     order: Literal[0, 1, 2, "auto"] = 0
+    num_axes: int = 1
     levels: Literal[1, 2] = 1
     query_tile: int = 64
     info = INFO
@@ -732,6 +769,10 @@ class Multipole(Method):
         """The highest order that is computed."""
         return 2 if self.order == "auto" else self.order
 
+    def axes_of(self, head_dim: int) -> int:
+        """Axes that are kept of a cluster."""
+        return min(self.num_axes, head_dim) if self.top_order else 0
+
     @property
     def opened(self) -> int:
         """With two levels: blocks whose clusters a tile looks at."""
@@ -745,7 +786,8 @@ class Multipole(Method):
 
     def moments(self, head_dim: int, value_dim: int) -> int:
         """Numbers that are kept of a cluster."""
-        per_order = (1 + head_dim + value_dim, head_dim + value_dim, 3)
+        num = self.axes_of(head_dim)
+        per_order = (1 + head_dim + value_dim, num * (head_dim + value_dim), 2 + num)
         return sum(per_order[: self.top_order + 1])
 
     @property
@@ -767,7 +809,7 @@ class Multipole(Method):
         if shape.is_causal:
             tiles = spans(n, _OWN)
             near += sum((t1 - t0) * (-(-t1 // _OWN) * _OWN - t0 // size * size) for t0, t1 in tiles)
-        per_pair = d + e + 1 + (d + e if self.top_order else 0) + (d if self.top_order == 2 else 0)
+        per_pair = d + e + 1 + self.axes_of(d) * (d + e + (d if self.top_order == 2 else 0))
         if self.levels == 2:
             far += sum(rows * b for rows, b in seen)
         flops = 2 * shape.batch * shape.heads * (far * per_pair + near * (d + e))

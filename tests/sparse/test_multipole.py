@@ -24,15 +24,16 @@ N = 42
 class Cluster:
     """A set of keys and its far field, from the definition."""
 
-    def __init__(self, k, v, index, block):
+    def __init__(self, k, v, index, block, num_axes=1):
         self.index, self.block = index, block
         self.n, self.c, self.u = len(index), k[index].mean(0), v[index].mean(0)
         dk, dv = k[index] - self.c, v[index] - self.u
         label = torch.zeros(1, 1, self.n, dtype=torch.long)
-        self.g = group_statistics(k[index][None, None], label, 1, num_axes=1).axes[0, 0, 0, 0]
-        self.moment = (dv * (dk @ self.g)[:, None]).mean(0)
-        self.along = (dk @ self.g).square().mean()
-        self.left = dk.square().sum(1).mean() - self.along
+        found = group_statistics(k[index][None, None], label, 1, num_axes=num_axes)
+        self.axes = found.axes[0, 0, 0].unbind(0)
+        self.moments = [(dv * (dk @ g)[:, None]).mean(0) for g in self.axes]
+        self.along = [(dk @ g).square().mean() for g in self.axes]
+        self.left = dk.square().sum(1).mean() - sum(self.along)
         self.radius = dk.norm(dim=1).max()
 
     def score(self, q, scale):
@@ -42,14 +43,18 @@ class Cluster:
         a = self.score(q, scale)
         if order < 2:
             return a
-        along = (q @ self.g).square()
-        rest = (q @ q - along) * self.left / (len(q) - 1)
-        variance = scale**2 * (self.along * along + rest)
+        along = [(q @ g).square() for g in self.axes]
+        rest = (q @ q - sum(along)) * self.left / max(len(q) - len(along), 1)
+        variance = sum(a * b for a, b in zip(self.along, along, strict=True))
+        variance = scale**2 * (variance + rest)
         bound = log_bennett(variance, abs(scale) * q.norm() * self.radius)
         return a + min(variance / 2, bound, torch.tensor(1.0))
 
     def mean_value(self, q, scale, order):
-        return self.u + (scale * (q @ self.g) * self.moment if order else 0)
+        if not order:
+            return self.u
+        gains = [(q @ g) * moment for g, moment in zip(self.axes, self.moments, strict=True)]
+        return self.u + scale * sum(gains)
 
 
 def clusters_of(k, v, block, options):
@@ -61,7 +66,7 @@ def clusters_of(k, v, block, options):
     else:
         label = kmeans(k[index][None, None], options.per_block, options.num_iterations)[0, 0]
     parts = [index[label == c] for c in range(options.per_block)]
-    return [Cluster(k, v, part, block) for part in parts if len(part)]
+    return [Cluster(k, v, part, block, options.num_axes) for part in parts if len(part)]
 
 
 def mean_votes(groups, queries, scale):
@@ -101,9 +106,8 @@ def definition(q, k, v, options, is_causal, scale=None):
     @cache
     def block_of(b, h, block):
         index = torch.arange(block * size, min((block + 1) * size, k.shape[2]))
-        return clusters_of(k[b, h], v[b, h], block, options), Cluster(
-            k[b, h], v[b, h], index, block
-        )
+        whole = Cluster(k[b, h], v[b, h], index, block, options.num_axes)
+        return clusters_of(k[b, h], v[b, h], block, options), whole
 
     for b, h in torch.cartesian_prod(*map(torch.arange, q.shape[:2])).tolist():
         qh, kh, vh = q[b, h], k[b, h // group], v[b, h // group]
@@ -135,6 +139,9 @@ CASES = [
     {"num_near": 3},
     {"order": 1},
     {"order": 2},
+    {"order": 1, "num_axes": 3},
+    {"order": 2, "num_axes": 3},
+    {"levels": 2, "num_near": 7, "order": 2, "num_axes": 2},
     {"levels": 2, "num_near": 7},
     {"levels": 2, "num_near": 7, "order": 2, "query_tile": 1},
     {"cluster_size": 5, "num_iterations": 1},
@@ -276,19 +283,32 @@ def test_order_of_the_error_on_clusters_that_shrink(order, values, slope):
     assert all(abs(s - slope) < 0.3 for s in slopes(order, values)[-2:])
 
 
-def test_moments_are_those_of_the_members():
+@pytest.mark.parametrize("num_axes", [1, 3, 20])
+def test_moments_are_those_of_the_members(num_axes):
     _, k, v = make_qkv(40, heads=2)
-    options = Multipole(block_size=40, cluster_size=8, query_tile=4, order=2)
+    options = Multipole(block_size=40, cluster_size=8, query_tile=4, order=2, num_axes=num_axes)
+    num_axes = min(num_axes, 8)
     label = torch.arange(40).div(8, rounding_mode="floor").expand(2, 2, 40)
     cells = multipole._moments(k, v, label, 5, options, None)
     for b in range(2):
         for h in range(2):
             for c in range(5):
-                cell = Cluster(k[b, h], v[b, h], torch.arange(8 * c, 8 * c + 8), 0)
-                own = (cell.radius, cell.along, cell.left)
-                want = [torch.tensor([8.0]), cell.c, cell.u, cell.g, cell.moment]
+                cell = Cluster(k[b, h], v[b, h], torch.arange(8 * c, 8 * c + 8), 0, num_axes)
+                own = (cell.radius, *cell.along, cell.left)
+                want = [torch.tensor([8.0]), cell.c, cell.u, *cell.axes, *cell.moments]
                 want = torch.cat([*want, torch.stack(own)]).double()
                 torch.testing.assert_close(cells[b, h, c], want)
+
+
+def test_enough_axes_are_the_whole_second_moment():
+    """Eight keys span seven directions: nothing is left, and order 1 has the whole cross moment."""
+    q, k, v = make_qkv(8, batch=1, heads=1)
+    cell = Cluster(k[0, 0], v[0, 0], torch.arange(8), 0, num_axes=7)
+    dk, dv = k[0, 0] - cell.c, v[0, 0] - cell.u
+    assert cell.left < 1e-12
+    for query in q[0, 0]:
+        want = cell.u + 0.3 * (dv * (dk @ query)[:, None]).mean(0)
+        torch.testing.assert_close(cell.mean_value(query, 0.3, 1), want)
 
 
 # --- orders by head -------------------------------------------------------------------------
