@@ -35,7 +35,7 @@ EXAMPLES = """\
 examples:
   numattn list                            every method, by family
   numattn show nystrom                    what one method does, its options, its limits
-  numattn measure                         all methods on heads of trained models (1-3 minutes)
+  numattn measure                         all methods on heads of trained models (2-3 minutes)
   numattn measure nystrom topk --budget 32 128
   numattn measure --input gaussian my.safetensors --length 512 --out results/mine
   numattn plot results/mine               draw the pictures again from the rows
@@ -165,7 +165,7 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--seeds",
         type=_positive,
-        default=3,
+        default=2,
         metavar="K",
         help="draws of each random method (default: %(default)s)",
     )

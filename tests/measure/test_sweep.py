@@ -112,6 +112,16 @@ def test_every_registered_method_that_needs_no_training_is_in_all():
     }
 
 
+def test_oracles_are_not_timed_and_not_measured_again_for_it(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    first, _ = run(["topk"], budgets=[4], out=out, timing=True)
+    assert all(row.status == "ok" and row.seconds is None for row in first)
+    _, watcher = run(["topk"], budgets=[4], out=out, timing=True)
+    assert watcher.ran == []
+    exact, _ = run(["exact"], timing=True)
+    assert all(row.seconds is not None for row in exact)
+
+
 def test_bad_requests():
     with pytest.raises(KeyError, match="exacct"):
         run(["exacct"])
