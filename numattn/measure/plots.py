@@ -25,13 +25,15 @@ Cost: TypeAlias = Callable[[Row], "float | None"]
 _COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _MARKERS = "osD^vPX*<>hp"
 
+_ROUNDING = 10  # times the floor: an error that is no approximation's, and would spoil the scale
+
 
 def plot(rows: Sequence[Row], out: Path | str) -> list[Path]:
     """Draw ``error_flops.png`` and, where times were taken, ``error_time.png``.
 
     One line per method over its budgets, in its family's colour; oracles are dashed, hollow
     markers have another target than softmax. Every point is a median over inputs of medians over
-    heads and seeds.
+    heads and seeds. Budgets at which a method is exact but for rounding are left out.
 
     Args:
         rows: At least one.
@@ -101,6 +103,8 @@ def _curves(rows: Sequence[Row], cost: Cost) -> list[list[tuple[Row, float, floa
     for part in by_method(rows):
         x, y = middle(part, cost), middle(part, lambda r: r.output)
         if part[0].family == FAMILIES[0] or not x or not y:  # exact attention is drawn by itself
+            continue
+        if y <= _ROUNDING * (middle(part, lambda r: r.floor) or 0.0):
             continue
         if math.isfinite(x) and math.isfinite(y):
             curves.setdefault(part[0].variant, []).append((part[0], x, y))

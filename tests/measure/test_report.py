@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from numattn.measure import report
+from numattn.measure import plots, report
 from numattn.measure.plots import plot
 from numattn.measure.rows import Row
 
@@ -199,3 +199,13 @@ def test_plots_of_rows_that_cannot_be_on_a_logarithmic_axis(tmp_path):
     odd = [replace(ROW, output=x) for x in (0.0, float("nan"), float("inf"))]
     for rows in ([odd[0]], [odd[1]], [odd[2]], [ROW, *odd], [ROWS[5]]):
         plot(rows, tmp_path)
+
+
+def test_points_at_the_rounding_level_are_left_out():
+    exact = replace(ROW, budget=999, output=2 * ROW.floor)
+    drawn = [[row.budget for row, _, _ in curve] for curve in plots._curves([ROW, exact], flops)]
+    assert drawn == [[ROW.budget]]
+
+
+def flops(row):
+    return row.relative_flops
