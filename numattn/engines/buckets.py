@@ -238,6 +238,12 @@ def own_if_alone(x: Inputs, out: Tensor, lse: Tensor) -> Tensor:
     return torch.where(alone[..., None], take(x.v, own.expand(1, 1, -1)), out)
 
 
+def bucket_reach(keys: int, num_labels: int, size: int) -> float:
+    """Keys of its own bucket that a causal row sees in the mean, labels being spread evenly."""
+    bucket = keys / num_labels  # the row at place t of its bucket sees min(t, size) keys
+    return bucket / 2 if bucket <= size else size - size * size / (2 * bucket)
+
+
 def bucket_pairs(
     shape: Shape, *, size: int, window: int, num_sinks: int, num_rounds: int, num_labels: int
 ) -> int:
@@ -249,11 +255,10 @@ def bucket_pairs(
         first, last = max(r0 // group + 1 - window, 0), (r1 - 1) // group + 1
         near += HEIGHT * width * (-(-last // width) - first // width)
         near += HEIGHT * min(num_sinks, last) if last > window else 0
-    width, bucket = min(size, HEIGHT), keys / num_labels
-    # A row at place t of its bucket sees min(t, size) keys; a tile sees those of its first row and
-    # as many more as it has positions, in tiles of keys that begin anywhere.
-    reach = bucket / 2 if bucket <= size else size - size * size / (2 * bucket)
-    seen = min(reach + HEIGHT / group + width - 1, keys)
+    width = min(size, HEIGHT)
+    # A tile sees the keys of its first row and as many more as it has positions, in tiles of keys
+    # that begin anywhere.
+    seen = min(bucket_reach(keys, num_labels, size) + HEIGHT / group + width - 1, keys)
     return near + round(num_rounds * rows * seen)
 
 

@@ -23,6 +23,7 @@ from numattn.engines.buckets import (
     Round,
     bucket_attention,
     bucket_pairs,
+    bucket_reach,
     inverse,
     own_if_alone,
     union_attention,
@@ -124,10 +125,11 @@ def lsh_attention(
     Limits: there is no error bound: a heavy key is lost if it hashes elsewhere in every round, or
     lies further than m in its bucket. On the sphere q' and k' are rarely close, so that collisions
     say less about products than about angles. Within a bucket keys are in the order of positions:
-    the result is not equivariant under permutations unless a chunk holds everything. Diffuse heads,
-    whose output is a mean over hundreds of keys, are served worse than by as many keys drawn
-    blindly: the keys of a bucket and the nearest ones are no fair sample of all. Buckets are
-    constants for autograd. A negative ``scale`` turns queries round before they are hashed.
+    the result is not equivariant under permutations unless a chunk holds everything. Causal buckets
+    of N / b keys hold less than m in short texts; then more rounds or fewer buckets find more, not
+    a larger m. Diffuse heads, whose output is a mean over hundreds of keys, may be served worse
+    than by as many keys drawn blindly, for a bucket is no fair sample of all. Buckets are constants
+    for autograd. A negative ``scale`` turns queries round before they are hashed.
 
     Raises:
         ValueError: An option is not of the range above, or ``projection`` of another shape.
@@ -359,13 +361,17 @@ class LSH(Method):
         return replace(self, bucket_size=max(length, 1), num_buckets=1)
 
     def cost(self, shape: Shape) -> Cost:
-        """What the tiles multiply where queries and keys are spread evenly over the buckets."""
+        """What the tiles multiply where queries and keys are spread evenly over the buckets.
+
+        So are the `units` of a causal call, which are the mean over its rows.
+        """
         d, e, size = shape.head_dim, shape.value_dim, self.bucket_size
         heads = shape.batch * shape.kv_heads
         hashed = shape.rows * d + heads * shape.keys * self._width(d)
         flops = 2 * hashed * self._rounds * (self.num_buckets // 2)
         if shape.is_causal:
-            units = self._rounds * size + self.window + self.num_sinks
+            reach = bucket_reach(shape.keys, self.num_buckets, size)
+            units = math.ceil(self._rounds * reach) + self.window + self.num_sinks
             pairs = bucket_pairs(
                 shape,
                 size=size,

@@ -34,6 +34,7 @@ from numattn.engines.buckets import (
     Round,
     bucket_attention,
     bucket_pairs,
+    bucket_reach,
     recent_rounds,
     union_attention,
     unit,
@@ -451,7 +452,8 @@ class Routing(Method):
             num_labels=c,
         )
         if shape.is_causal and self.strict_causal:
-            return w + self.window + self.num_sinks, recent(num_rounds=1)
+            reach = bucket_reach(shape.keys, c, w)
+            return reach + self.window + self.num_sinks, recent(num_rounds=1)
         queries, keys = min(w, shape.queries), min(w, shape.keys)
         share = queries / max(shape.queries, 1)
         inside = c * group * queries * keys

@@ -10,6 +10,7 @@ from numattn.engines.buckets import (
     BucketState,
     Round,
     bucket_attention,
+    bucket_reach,
     bucket_rounds,
     inverse,
     recent_rounds,
@@ -280,3 +281,11 @@ def test_the_one_round_of_a_single_bucket_is_plain_causal_attention():
         *(x.q, x.k, x.v), height=8, width=8, scale=SCALE, first=0 * last, last=last
     )
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("size", [3, 8, 20, 100])
+def test_reach_is_the_mean_over_the_places_of_a_bucket(size):
+    """Forty labels in turn: every bucket has 25 of 1000 keys."""
+    places = range(1, 26)
+    want = sum(min(t, size) for t in places) / 25
+    assert abs(bucket_reach(1000, 40, size) - want) <= 0.5  # of sums for integrals
