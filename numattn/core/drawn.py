@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from numattn.core.linalg import draw
+from numattn.core.module import AttentionModule
 
 if TYPE_CHECKING:
     from numattn.core.method import Method
-    from numattn.core.state import State
 
 
 class Draw(NamedTuple):
@@ -53,7 +53,7 @@ def fill(
     )
 
 
-class DrawnAttention(nn.Module):
+class DrawnAttention(AttentionModule):
     """A method whose tensors are drawn once and saved with the model, as buffers."""
 
     record: ClassVar[type[Method]]
@@ -82,42 +82,5 @@ class DrawnAttention(nn.Module):
         for name, fresh in draw_all(self._draws, generator, torch.device("cpu")).items():
             self.get_buffer(name).copy_(fresh)
 
-    @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, as keywords of the function."""
         return {name: self.get_buffer(name) for name in self._draws}
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in the function of the method."""
-        tensors: dict[str, Any] = {**self.tensors}
-        return self.options(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            **tensors,
-        )
-
-    def state(
-        self,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> State:
-        """A decoding state with these tensors, as `Method.state`."""
-        return self.options.state(key, value, scale=scale, enable_gqa=enable_gqa, **self.tensors)

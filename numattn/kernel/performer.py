@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, Unsupported, one_of, positive, prepare
 from numattn.core.linalg import draw, masked_mean, orthogonal_gaussian
 from numattn.core.method import Method
+from numattn.core.module import AttentionModule
 from numattn.core.registry import register
 from numattn.core.state import State
 from numattn.engines.linear import CHUNK, Feature, SlotsState, linear_attention
@@ -286,13 +287,14 @@ class Performer(Method):
         return SlotsState(key, value, phi, psi, log=True, num_slots=self.num_features)
 
 
-class PerformerAttention(nn.Module):
+class PerformerAttention(AttentionModule):
     """`performer_attention` with a projection that is drawn once and saved with the model.
 
     Buffers: ``projection`` (Hk, m, D); ``center`` (Hk, D) and ``balance`` (Hk, D, D), which are
     the identity until `calibrate` sets them.
     """
 
+    options: Performer
     projection: Tensor
     center: Tensor
     balance: Tensor
@@ -344,35 +346,7 @@ class PerformerAttention(nn.Module):
         if balance is not None:
             self.balance.copy_(balance[0])
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in `performer_attention`."""
-        tensors: dict[str, Any] = {"projection": self.projection}
-        if self.options.precondition != "none":
-            tensors |= {"center": self.center, "balance": self.balance}
-        return performer_attention(
-            query,
-            key,
-            value,
-            **self.options.options(),
-            **tensors,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-
-    def state(self, key: Tensor, value: Tensor, **call: Any) -> State:
-        """Decoding state with this module's tensors."""
-        return self.options.state(
-            key, value, projection=self.projection, center=self.center, balance=self.balance, **call
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        if self.options.precondition == "none":
+            return {"projection": self.projection}
+        return {"projection": self.projection, "center": self.center, "balance": self.balance}

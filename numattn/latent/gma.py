@@ -13,6 +13,7 @@ from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, Unsupported, positive, prepare
 from numattn.core.method import Method
+from numattn.core.module import AttentionModule
 from numattn.core.registry import register
 from numattn.core.state import State
 from numattn.engines.linear import CHUNK, Feature, SlotsState, linear_attention
@@ -345,7 +346,7 @@ class GMA(Method):
         return SlotsState(key, value, phi, psi, log=True, num_slots=self.num_components)
 
 
-class GMAAttention(nn.Module):
+class GMAAttention(AttentionModule):
     """`gma_attention` with a mixture that is learned.
 
     Parameters: ``means`` (Hk, K, D); ``raw_var`` (Hk, K, D), the variance being
@@ -408,31 +409,3 @@ class GMAAttention(nn.Module):
     def _set_var(self, var: Tensor) -> None:
         rest = var.double() - self.floor
         self.raw_var.copy_(rest + (-torch.expm1(-rest)).log())  # the inverse of softplus
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in `gma_attention`."""
-        return gma_attention(
-            query,
-            key,
-            value,
-            **self.options.options(),
-            **self.tensors(),
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-
-    def state(self, key: Tensor, value: Tensor, **call: Any) -> State:
-        """Decoding state with this module's mixture, as it is now."""
-        return self.options.state(key, value, **self.tensors(), **call)

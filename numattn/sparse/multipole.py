@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from numattn.core.cost import Cost, Shape
@@ -16,6 +16,7 @@ from numattn.core.info import Info
 from numattn.core.inputs import Inputs, Unsupported, fold, one_of, positive, prepare
 from numattn.core.linalg import exp_, finite, group_means, kmeans, take
 from numattn.core.method import Method
+from numattn.core.module import AttentionModule
 from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.core.state import Buffer, State
@@ -942,13 +943,14 @@ class MultipoleState(State):
         return tokens * read // max(length, 1) + cells + self._blocks.nbytes
 
 
-class MultipoleAttention(nn.Module):
+class MultipoleAttention(AttentionModule):
     """`multipole_attention` with orders that are saved with the model.
 
     Buffer: ``orders`` (Hk,), the order of the far field of each key head. With ``order="auto"``
     they are 0 until `calibrate` sets them; else they are the order of the options.
     """
 
+    options: Multipole
     orders: Tensor
 
     def __init__(self, *, num_heads: int, head_dim: int, **options: Any) -> None:
@@ -984,33 +986,5 @@ class MultipoleAttention(nn.Module):
         errors = _pilot_errors(x.compact()[0], self.options)
         self.orders.copy_(errors.sum(1).argmin(0))
 
-    def _tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Tensor]:
         return {"orders": self.orders} if self.options.order == "auto" else {}
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in `multipole_attention`."""
-        return multipole_attention(
-            query,
-            key,
-            value,
-            **self.options.options(),
-            **self._tensors(),
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-
-    def state(self, key: Tensor, value: Tensor, **call: Any) -> State:
-        """Decoding state with this module's orders."""
-        return self.options.state(key, value, **self._tensors(), **call)

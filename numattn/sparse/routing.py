@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
@@ -23,6 +23,7 @@ from numattn.core.linalg import (
     take,
 )
 from numattn.core.method import Method
+from numattn.core.module import AttentionModule
 from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.core.state import State
@@ -517,13 +518,14 @@ class Routing(Method):
         )
 
 
-class RoutingAttention(nn.Module):
+class RoutingAttention(AttentionModule):
     """`routing_attention` with centroids that follow the tokens of training.
 
     Buffer: ``centroids`` (Hk, c, D), random directions until `calibrate` or `update` moves them.
     `forward` leaves them as they are: call `update` once in each step of training.
     """
 
+    options: Routing
     centroids: Tensor
 
     def __init__(
@@ -600,30 +602,5 @@ class RoutingAttention(nn.Module):
             padding = padding.expand(len(tokens), -1, -1).transpose(0, 1).flatten(1)[None]
         return tokens.transpose(0, 1).flatten(1, 2)[None], padding
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attend; shapes as in `routing_attention`."""
-        return routing_attention(
-            query,
-            key,
-            value,
-            **self.options.options(),
-            centroids=self.centroids,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-
-    def state(self, key: Tensor, value: Tensor, **call: Any) -> State:
-        """Decoding state with this module's centroids."""
-        return self.options.state(key, value, centroids=self.centroids, **call)
+    def tensors(self) -> dict[str, Tensor]:
+        return {"centroids": self.centroids}

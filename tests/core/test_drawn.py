@@ -58,8 +58,8 @@ def test_a_module_draws_what_fit_draws(record):
     module_type = type(record().module(num_heads=3, head_dim=8))
     module = module_type(num_heads=3, head_dim=8, generator=seeded())
     fitted = record().fit(q, k, generator=seeded())
-    assert module.tensors.keys() == fitted.keys()
-    for name, tensor in module.tensors.items():
+    assert module.tensors().keys() == fitted.keys()
+    for name, tensor in module.tensors().items():
         assert torch.equal(tensor, fitted[name].float())
     module.redraw(seeded(1))
-    assert any(not torch.equal(t, fitted[n].float()) for n, t in module.tensors.items())
+    assert any(not torch.equal(t, fitted[n].float()) for n, t in module.tensors().items())
