@@ -35,8 +35,7 @@ def test_padding(side):
     mask = padding_mask(torch.tensor([0, 20, 37]), side=side)
     out = lifted(q, k, v, attn_mask=mask, leaf=4)
     want = reference(q, k, v, attn_mask=mask, is_causal=True)
-    real = mask[:, :, 0, :, None].expand_as(out)  # what a padded query gets is nobody's business
-    torch.testing.assert_close(out[real], want[real], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     assert not out[0].any()
 
 

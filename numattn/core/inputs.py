@@ -79,8 +79,8 @@ class Inputs:
         move with the keys where they are equally many, see `query_padding`.
 
         Returns:
-            The inputs, and where each row of q went, int (B or 1, 1, rows), for `take` to bring
-            the rows of the output back; None where no row moved.
+            The inputs, and where each row of q went, int (B or 1, 1, rows), for `move_back`; None
+            where no row moved.
         """
         if self.padding is None:
             return self, None
@@ -102,13 +102,25 @@ class Inputs:
         zero = self.q[..., :0].sum() + self.k[..., :0].sum() + self.v[..., :0].sum()
         return zero.to(self.dtype).expand(self.shape).clone()
 
+    def move_back(self, out: Tensor, place: Tensor | None) -> Tensor:
+        """Rows of an output (B, Hk, rows, E) to where they stood before `compact`, of these inputs.
+
+        Causal rows before the first token may attend to nothing and are zeros.
+        """
+        if place is None:
+            return out
+        out = take(out, place)
+        if not self.is_causal:
+            return out
+        before = (place // self.group < self.num_keys[..., None]).cumsum(-1) == 0
+        return out.masked_fill(before[..., None], 0.0)
+
     def restore(self, out: Tensor, place: Tensor | None = None) -> Tensor:
         """Rows (B, Hk, Nq * group, E) back to (B, H, Nq, E) in the query's type.
 
         `place` says where `compact` put each row.
         """
-        out = out if place is None else take(out, place)
-        return unfold(out, self.group).to(self.dtype)
+        return unfold(self.move_back(out, place), self.group).to(self.dtype)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

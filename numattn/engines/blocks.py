@@ -80,7 +80,7 @@ def blocks_attention(
     Cost: 2 height width (D + E) operations for every tile listed.
     """
     if tiles is not None:
-        tiles = _once(tiles)
+        tiles = once(tiles)
     return attend_lists(
         q,
         k,
@@ -97,7 +97,7 @@ def blocks_attention(
     )
 
 
-def _once(tiles: Tensor) -> Tensor:
+def once(tiles: Tensor) -> Tensor:
     """The lists with every repetition replaced by -1."""
     values, place = tiles.sort(dim=-1, stable=True)
     again = F.pad(values[..., 1:] == values[..., :-1], (1, 0))

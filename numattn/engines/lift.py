@@ -15,7 +15,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from numattn.core.inputs import Inputs
-from numattn.core.linalg import take
 from numattn.core.partial import Partial
 from numattn.engines.softmax import key_bias, softmax_partial
 
@@ -42,8 +41,7 @@ def lift(x: Inputs, block: Block, *, leaf: int = LEAF) -> Tensor:
     about half the bidirectional cost of a linear method.
     """
     x, place = x.compact()
-    out = _lift(x, block, leaf).out()
-    return out if place is None else take(out, place)
+    return x.move_back(_lift(x, block, leaf).out(), place)
 
 
 def _lift(x: Inputs, block: Block, leaf: int) -> Partial:

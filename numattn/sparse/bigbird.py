@@ -15,7 +15,7 @@ from numattn.core.inputs import check, not_negative, positive, prepare
 from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import Buffer, State
-from numattn.engines.blocks import attend_lists
+from numattn.engines.blocks import attend_lists, once
 from numattn.engines.softmax import key_bias, softmax_partial
 
 INFO = Info(
@@ -196,10 +196,8 @@ class _Pattern:
         bound = torch.minimum(total, t + 1) if is_causal else total  # blocks that may be seen
         lead = (total.shape[0], uniform.shape[0], t.shape[0], -1)
         tiles = torch.cat([part.expand(lead) for part in (near, hubs, drawn)], -1)
-        tiles = tiles.masked_fill((tiles < 0) | (tiles >= bound), -1).sort(-1, True).values
-        again = torch.zeros_like(tiles, dtype=torch.bool)
-        again[..., 1:] = tiles[..., 1:] == tiles[..., :-1]
-        return tiles.masked_fill(again, -1).sort(-1, True).values
+        tiles = once(tiles.masked_fill((tiles < 0) | (tiles >= bound), -1))
+        return tiles.sort(dim=-1, descending=True).values
 
 
 @register

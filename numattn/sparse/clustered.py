@@ -157,9 +157,10 @@ def clustered_attention(
         return x.nothing()
     projection = fill(options, {"projection": projection}, x.k, generator)["projection"]
     call = _Call(num_clusters, num_keys if improved else 0, num_iterations, projection.to(x.q))
+    if is_causal:
+        return x.restore(lift(x, partial(_block, call)))
     x, place = x.compact()
-    out = lift(x, partial(_block, call)) if is_causal else _whole(call, x)
-    return x.restore(out, place)
+    return x.restore(_whole(call, x), place)
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,11 @@ def hyper_attention(
     if x.empty:
         return x.nothing()
     tensors = fill(options, {"projection": projection, "uniform": uniform}, x.k, generator)
-    x, place = x.compact()
     block = partial(_block, tensors, block_size)
-    return x.restore(lift(x, block) if is_causal else block(x.q, x).out(), place)
+    if is_causal:
+        return x.restore(lift(x, block))
+    x, place = x.compact()
+    return x.restore(block(x.q, x).out(), place)
 
 
 def _block(tensors: dict[str, Tensor], block_size: int, q: Tensor, x: Inputs) -> Partial:

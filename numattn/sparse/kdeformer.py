@@ -135,9 +135,11 @@ def kdeformer_attention(
         return x.nothing()
     given = {"projection": projection, "uniform": uniform, "pilots": pilots}
     tensors = fill(options, given, x.k, generator)
-    x, place = x.compact()
     block = partial(_block, tensors, block_size)
-    return x.restore(lift(x, block) if is_causal else block(x.q, x).out(), place)
+    if is_causal:
+        return x.restore(lift(x, block))
+    x, place = x.compact()
+    return x.restore(block(x.q, x).out(), place)
 
 
 def _block(tensors: dict[str, Tensor], block_size: int, q: Tensor, x: Inputs) -> Partial:

@@ -83,8 +83,9 @@ def multipole_attention(
     M by :math:`e^{\sigma^2 / 2}`, where the variance of the cluster's logits is that along the axes
     and, for the directions that they leave, their mean. The factor is cut at Bennett's bound for
     the cluster's radius, and at e: where the variance is large the expansion no longer says
-    anything. With one axis less than keys in a cluster this is the whole second moment; by then
-    it is more numbers than the keys themselves are.
+    anything. With one axis less than keys in a cluster nothing is left: order 1 has the whole cross
+    moment, and order 2 the variance but for correlations between axes, which a few steps of power
+    iteration find only nearly. By then it is more numbers than the keys themselves are.
 
     The near clusters are those of most votes, as many as hold at most ``num_near`` keys: a vote is
     the softmax of log n + scale q.c over the clusters that are seen, and the queries of a tile are
@@ -127,7 +128,8 @@ def multipole_attention(
     above 0 add 2 Nq M (D + E) for each axis, order 2 again 2 Nq M D; ``order="auto"`` always costs
     order 2. k-means takes 2 Nk (block_size / cluster_size) D a step. Memory grows with
     Nq ``num_near`` / ``query_tile`` and with the lengths. Decoding keeps keys and values, and
-    D + E + 1 numbers for each cluster, at orders 1 and 2 as many again for each axis.
+    D + E + 1 numbers for each cluster, D + E more for each axis at order 1, and at order 2 one more
+    for each axis and two for the cluster.
 
     Exact when: ``num_near`` >= Nk; or the keys of each cluster are equal, as with
     ``cluster_size=1``; or causal and Nk <= ``block_size``.

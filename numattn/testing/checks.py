@@ -263,6 +263,8 @@ def padding_is_truncation(s: Subject) -> None:
             out = s(q, k, v, attn_mask=mask, is_causal=causal, **tensors)
             short = s(*(_cut(x, 0, keep) for x in (q, k, v)), is_causal=causal, **first)
             close(_cut(out, 0, keep), short, f"{side} padding, causal={causal}")
+            if causal:
+                assert not out[0, :, : keep.start].any(), "rows before the first token: not zeros"
 
 
 @_check(_masked)

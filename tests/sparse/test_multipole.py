@@ -314,10 +314,11 @@ def test_enough_axes_are_the_whole_second_moment():
 # --- orders by head -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_every_key_head_has_the_order_that_is_given(is_causal):
+def test_every_key_head_has_the_order_that_is_given(is_causal, num_axes):
     q, k, v = make_qkv(N)
-    auto = Multipole(**{**SMALL, "num_near": 8}, order="auto")
+    auto = Multipole(**{**SMALL, "num_near": 8}, order="auto", num_axes=num_axes)
     out = auto(q, k, v, is_causal=is_causal, orders=torch.tensor([0, 1, 2]))
     for h in range(3):
         alone = replace(auto, order=h)(q, k, v, is_causal=is_causal)
