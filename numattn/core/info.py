@@ -33,8 +33,8 @@ class Info:
         normalised: Whether its weights sum to one in every row.
         scaled: Whether there are logits that ``scale`` multiplies.
         linear_in_value: Whether the output is linear in value.
-        bounded: Whether its family's oracle bounds it: no more than `Cost.units` keys in a row of
-            the sparse family, no higher rank in the others.
+        bounded: Whether its family's oracle bounds it in a call that is not causal: no more than
+            `Cost.units` keys in a row of the sparse family, no higher rank in the others.
         oracle: Whether it is its family's best possible answer rather than a cheap method.
         fits_causal: Whether a causal call needs its state tensors given, because fitting them on
             the batch would let the future in.
