@@ -1,11 +1,25 @@
 import inspect
+import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from numattn import padding_mask
+from numattn.core.cost import Shape
 from numattn.core.inputs import prepare
-from numattn.engines.lift import LEAF, lift, split_points
+from numattn.core.linalg import group_sums, kmeans
+from numattn.engines.lift import (
+    LEAF,
+    StreamingState,
+    Summary,
+    compressed,
+    lift,
+    lift_summaries,
+    split_points,
+    streaming_bytes,
+)
 from numattn.engines.softmax import key_bias, softmax_partial
 from numattn.exact import INFO
 from numattn.testing import make_qkv, reference
@@ -99,3 +113,192 @@ def test_nothing_is_cut_up_to_the_default_leaf():
     lifted(q, k, v, block)
     assert split_points(LEAF) == ([LEAF], [])
     assert inspect.signature(lift).parameters["leaf"].default == LEAF
+
+
+def segment_means(size):
+    """Landmarks: means of consecutive keys, weighted by how many they stand for."""
+
+    def compress(s):
+        n = s.k.shape[2]
+        weight = s.weight * s.bias.exp()
+        starts = [i * n // size for i in range(size + 1)]
+        spans = [slice(a, b) for a, b in pairwise(starts) if a < b]
+        w = torch.stack([weight[..., span].sum(-1) for span in spans], -1)
+        parts = [
+            torch.stack([x[..., span, :].sum(-2) for span in spans], -2)
+            for x in (s.k * weight[..., None], s.v * s.bias.exp()[..., None])
+        ]
+        k, v = (x / w[..., None] for x in parts)
+        return Summary(k, v, torch.ones_like(w), w.log())
+
+    return compress
+
+
+def clusters(size):
+    """Centres of k-means over the keys of a summary, whose masses it adds."""
+
+    def compress(s):
+        label = kmeans(s.k, size, 3)
+        weight = s.weight * s.bias.exp()
+        mass = group_sums(weight[..., None], label, size)
+        k, v = (
+            group_sums(x, label, size) / mass.clamp(min=1e-300)
+            for x in (s.k * weight[..., None], s.v * s.bias.exp()[..., None])
+        )
+        return Summary(k, v, torch.ones_like(mass[..., 0]), mass[..., 0].log())
+
+    return compress
+
+
+def every_other(size):
+    """A coreset: halves of it, each key for two."""
+
+    def compress(s):
+        step = -(-s.k.shape[2] // size)
+        k, v, weight, bias = (x[:, :, ::step] for x in (s.k, s.v, s.weight, s.bias))
+        return Summary(k, v, weight, bias + math.log(step))
+
+    return compress
+
+
+COMPRESSIONS = {"landmarks": segment_means, "clusters": clusters, "coreset": every_other}
+
+
+def summarised(q, k, v, compress, attn_mask=None, **options):
+    x = prepare(INFO, q, k, v, attn_mask, True, None, True)
+    return x.restore(lift_summaries(x, compress, **options))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("leaf", [1, 3, 8])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 37, 64])
+def test_summaries_that_leave_nothing_out_are_exact(length, leaf, group):
+    q, k, v = make_qkv(length, group=group)
+    want = reference(q, k, v, is_causal=True)
+    out = summarised(q, k, v, lambda s: s, leaf=leaf)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
+def by_tree(q, k, v, compress, leaf, at):
+    """Row `at` of one head by the definition: exact in its leaf, one summary per binary digit."""
+    start, parts = at // leaf * leaf, []
+    done, digits = 0, at // leaf
+    for level in reversed(range(digits.bit_length())):
+        if digits >> level & 1:
+
+            def node(a, level):
+                if level == 0:
+                    return compress(Summary.of(k[:, :, a : a + leaf], v[:, :, a : a + leaf]))
+                half = leaf << level - 1
+                return compress(Summary.cat([node(a, level - 1), node(a + half, level - 1)], 2))
+
+            parts.append(node(done, level))
+            done += leaf << level
+    parts.append(Summary.of(k[:, :, start : at + 1], v[:, :, start : at + 1]))
+    scale = q.shape[-1] ** -0.5
+    weights = [(scale * q[:, :, at : at + 1] @ s.k.mT + s.bias[..., None, :]).exp() for s in parts]
+    num = sum(w @ s.v for w, s in zip(weights, parts, strict=True))
+    den = sum((w * s.weight[..., None, :]).sum(-1) for w, s in zip(weights, parts, strict=True))
+    return num / den[..., None]
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_row_sees_a_summary_per_binary_digit(name):
+    q, k, v = make_qkv(53)
+    compress = COMPRESSIONS[name](3)
+    out = summarised(q, k, v, compress, leaf=4)
+    for at in (0, 3, 4, 15, 16, 27, 52):
+        want = by_tree(q, k, v, compress, 4, at)
+        torch.testing.assert_close(out[:, :, at : at + 1], want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("prefix", [0, 13])
+def test_streaming_shows_what_the_causal_call_shows(name, prefix):
+    q, k, v = make_qkv(53, group=2)
+    compress = COMPRESSIONS[name](3)
+    want = summarised(q, k, v, compress, leaf=4)
+    start = (k[:, :, :prefix], v[:, :, :prefix])
+    state = StreamingState(INFO, compress, *start, leaf=4, enable_gqa=True)
+    for t in range(prefix, 53):
+        state.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        out = state.attend(q[:, :, t : t + 1])
+        torch.testing.assert_close(out, want[:, :, t : t + 1], rtol=1e-11, atol=1e-11)
+        if name != "clusters":  # whose leaf may hold fewer keys than a summary
+            shape = Shape(2, 6, 3, t + 1, t + 1, 8, 5, itemsize=8)
+            size = 2 if name == "coreset" else 3
+            assert state.nbytes == streaming_bytes(shape, size, 4)
+
+
+def test_an_empty_stream_attends_to_nothing():
+    q, k, v = make_qkv(1)
+    state = StreamingState(INFO, every_other(3), k[:, :, :0], v[:, :, :0], leaf=4)
+    assert not state.attend(q).any()
+
+
+def test_streaming_keeps_half_precision_in_its_buffer():
+    q, k, v = (x.to(torch.bfloat16) for x in make_qkv(21))
+    state = StreamingState(INFO, every_other(3), k, v, leaf=4)
+    assert state.attend(q[:, :, :1]).dtype == torch.bfloat16
+    assert state.nbytes == streaming_bytes(Shape(2, 3, 3, 21, 21, 8, 5, itemsize=2), 2, 4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_summaries(side):
+    q, k, v = make_qkv(37, batch=3, group=2)
+    mask = padding_mask(torch.tensor([0, 20, 37]), side=side)
+    out = summarised(q, k, v, segment_means(2), attn_mask=mask, leaf=4)
+    keep = slice(0, 20) if side == "right" else slice(17, 37)
+    short = (x[1:2, :, keep] for x in (q, k, v))
+    alone = summarised(*short, segment_means(2), leaf=4)
+    torch.testing.assert_close(out[1:2, :, keep], alone, rtol=1e-12, atol=1e-12)
+    assert not out[0].any()
+
+
+def test_summaries_see_nothing_of_the_future():
+    q, k, v = make_qkv(37)
+    before = summarised(q, k, v, segment_means(2), leaf=4)
+    for at in (1, 9, 18, 19, 30, 36):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, at] = -7 * x[:, :, at]
+        after = summarised(*changed, segment_means(2), leaf=4)
+        torch.testing.assert_close(after[:, :, :at], before[:, :, :at], rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(after[:, :, at:], before[:, :, at:])
+
+
+def test_gradients_of_summaries():
+    inputs = tuple(x.requires_grad_() for x in make_qkv(13, batch=1, heads=1, group=2, value_dim=2))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: summarised(q, k, v, segment_means(2), leaf=2), inputs
+    )
+
+
+def test_signed_summaries_tell_what_cancels():
+    q, k, v = make_qkv(5)
+    s = Summary.of(k, v)
+    s = replace(
+        s, weight=torch.tensor([1.0, -1.0, 2.0, -3.0, 1.0]).to(v).expand(2, 3, 5), signed=True
+    )
+    part = s.attend(q, 0.3)
+    w = (0.3 * q @ k.mT).exp()
+    scale = part.shift.exp()
+    torch.testing.assert_close(part.den * scale, (w * s.weight[..., None, :]).sum(-1))
+    torch.testing.assert_close(part.mass * scale, (w * s.weight.abs()[..., None, :]).sum(-1))
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 16, 17, 37, 64])
+def test_compressed_counts_the_calls(length):
+    calls = {}
+
+    def compress(s):
+        size, entries = s.k.shape[2], s.k.shape[0] // 2
+        calls[size] = calls.get(size, 0) + entries
+        return every_other(3)(s)
+
+    q, k, v = make_qkv(length)
+    summarised(q, k, v, compress, leaf=4)
+    counted = {}
+    for keys, count in compressed(length, 2, 4):
+        counted[keys] = counted.get(keys, 0) + count
+    assert calls == counted
