@@ -77,14 +77,18 @@ def count_flops(call: Callable[[], object]) -> int:
     """Run `call` without gradients and count the operations of its matrix products."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     # What torch itself does not count.
-    mapping: dict[Any, Any] = {flash: _flash_flops, torch.ops.aten.baddbmm_: _baddbmm_flops}
+    mapping: dict[Any, Any] = {
+        flash: _flash_flops,
+        torch.ops.aten.baddbmm_: _added_flops,
+        torch.ops.aten.addmm_: _added_flops,
+    }
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         call()
     return int(counter.get_total_flops())
 
 
-def _baddbmm_flops(self_shape, a_shape, b_shape, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
-    """A batched product that is added to what is there."""
+def _added_flops(self_shape, a_shape, b_shape, *args, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    """A product that is added to what is there."""
     return 2 * math.prod(a_shape) * b_shape[-1]
 
 

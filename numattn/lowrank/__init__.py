@@ -3,4 +3,6 @@
 from numattn.lowrank.nystrom import Nystrom as Nystrom
 from numattn.lowrank.nystrom import nystrom_attention as nystrom_attention
 from numattn.lowrank.svd import SVD as SVD
+from numattn.lowrank.svd import Spectrum as Spectrum
+from numattn.lowrank.svd import attention_spectrum as attention_spectrum
 from numattn.lowrank.svd import svd_attention as svd_attention

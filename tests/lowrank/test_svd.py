@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from numattn import Unsupported, padding_mask
-from numattn.lowrank import svd_attention
+from numattn.core.cost import Shape, count_flops
+from numattn.lowrank import SVD, attention_spectrum, svd_attention
 from numattn.testing import make_qkv, reference, reference_weights
 
 
@@ -79,3 +80,73 @@ def test_at_full_rank_every_head_has_its_own_mask_and_value():
     out = svd_attention(q, k, v, rank=12, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(out, reference(q, k, v, attn_mask=mask))
     assert not out[:, :, 4].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rank", [1, 8, 30, 60])
+def test_the_randomised_form_is_nearly_the_best(rank, causal):
+    """Never nearer than the best, and hardly farther: Halko et al., theorem 10.6 and after."""
+    q, k, _ = make_qkv(60, group=2)
+    exact = reference_weights(q, k, is_causal=causal)
+    best = torch.linalg.svdvals(exact)[..., rank:].square().sum(-1).sqrt()
+    options = {"rank": rank, "is_causal": causal, "algorithm": "randomised"}
+    error = torch.linalg.matrix_norm(exact - weights(q, k, **options))
+    assert (error >= best - 1e-12).all()
+    assert (error <= 1.1 * best + 1e-12).all()
+
+
+def test_the_randomised_form_finds_a_low_rank_exactly():
+    q, k, _ = make_qkv(200, batch=1)
+    q = q[:, :, :6].repeat_interleave(50, 2)[:, :, :200]  # four different rows
+    out = weights(q, k, rank=4, algorithm="randomised")
+    torch.testing.assert_close(out, reference_weights(q, k), rtol=1e-10, atol=1e-12)
+
+
+def test_the_randomised_form_with_masks_and_padding():
+    q, k, _ = make_qkv(60, group=2)
+    bias = torch.randn(2, 6, 60, 60, dtype=q.dtype)
+    bias[:, :, 3] = -torch.inf
+    mask = padding_mask(torch.tensor([41, 60]))
+    for attn_mask in (bias, bias > 0, mask):
+        call = {"rank": 60, "attn_mask": attn_mask}
+        dense = weights(q, k, algorithm="dense", **call)
+        randomised = weights(q, k, algorithm="randomised", **call)
+        torch.testing.assert_close(randomised, dense, rtol=1e-10, atol=1e-11)
+        assert torch.equal(randomised.abs().sum(-1) == 0, dense.abs().sum(-1) == 0)
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "randomised"])
+def test_the_spectrum_and_its_tail(algorithm):
+    q, k, _ = make_qkv(80, keys=50, group=2)
+    exact = reference_weights(q, k)
+    sigma = torch.linalg.svdvals(exact)
+    got = attention_spectrum(q, k, rank=50, algorithm=algorithm, enable_gqa=True)
+    torch.testing.assert_close(got.sigma, sigma)
+    torch.testing.assert_close(got.norm, torch.linalg.matrix_norm(exact))
+    tails = torch.stack([sigma[..., r:].square().sum(-1).sqrt() for r in range(51)], -1)
+    torch.testing.assert_close(got.tail, tails, rtol=1e-6, atol=1e-7)
+
+
+def test_the_tail_of_the_randomised_form_is_never_below_the_true_one():
+    q, k, _ = make_qkv(120)
+    best = attention_spectrum(q, k, rank=20, algorithm="dense").tail
+    assert (attention_spectrum(q, k, rank=20, algorithm="randomised").tail >= best - 1e-9).all()
+
+
+def test_long_matrices_are_not_formed():
+    """With more rows and keys than a dense factorisation is allowed, in tiles."""
+    q, k, _ = make_qkv(2300, batch=1, heads=1)
+    v = torch.randn(1, 1, 2300, 8, dtype=q.dtype)
+    method = SVD(rank=8)
+    flops = count_flops(lambda: method(q, k, v))
+    said = method.cost(Shape(1, 1, 1, 2300, 2300, 8, 8)).flops
+    assert abs(flops - said) <= 0.1 * said
+    dense = svd_attention(q, k, v, rank=8, algorithm="dense")
+    # Two truncations differ by no more than the errors of both together.
+    tail = attention_spectrum(q, k, rank=8).tail[..., -1]
+    assert ((method(q, k, v) - dense).norm() <= 2.1 * tail * torch.linalg.matrix_norm(v, 2)).all()
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(ValueError, match=r"svd.*algorithm"):
+        SVD(algorithm="lanczos")
