@@ -1,9 +1,13 @@
-"""Error of decoding against the bytes that a step reads, on the longest bundled head.
+"""Error of decoding against the bytes that a step reads, by default on the longest bundled head.
 
-    python benchmarks/decode.py [--smoke] [--steps S] [METHOD ...]
+    python benchmarks/decode.py [--smoke] [--input NAME] [--steps S] [METHOD ...]
+
+A METHOD is a name, or a name with options: "eigen(weighting='query')".
 
 Every method that decodes and approximates softmax takes in all but the last tokens of the input,
-then decodes these one by one. The error is that of the output against exact attention in float64,
+then decodes these one by one. What it fits beforehand is fitted on the same heads reading another
+text where the bundle has one (`numattn.measure.calibration`), else on the tokens that it takes in.
+The error is that of the output against exact attention in float64,
 over all steps of a query head; bytes are those of the state that a step has to read, relative to
 all keys and values, on average over the steps.
 """
@@ -16,9 +20,10 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from speed import parse
 
 import numattn
-from numattn.measure import bundled, load, reference
+from numattn.measure import bundled, calibration, load, reference
 from numattn.measure.inputs import QKV
 
 
@@ -28,8 +33,10 @@ def decode(method: numattn.Method, x: QKV, steps: int) -> tuple[list[float], flo
     start = x.length - steps
     call = x.call(method)
     del call["is_causal"]
+    other = calibration(x.name)
+    sample = x.crop(start) if other is None else load(other)
     tensors = method.fit(
-        *(y[:, :, :start] for y in (q, k, v)),
+        *(y.float() for y in (sample.q, sample.k, sample.v)),
         **call,
         **({"generator": torch.Generator().manual_seed(0)} if method.info.random else {}),
     )
@@ -45,30 +52,44 @@ def decode(method: numattn.Method, x: QKV, steps: int) -> tuple[list[float], flo
     return error.flatten().tolist(), mean(read)
 
 
+def label(method: numattn.Method) -> str:
+    """The name, with the options that are neither usual nor the budget."""
+    usual = type(method)().options()
+    changed = {
+        n: o for n, o in method.options().items() if o != usual[n] and n != method.info.budget
+    }
+    options = ", ".join(f"{n}={o!r}" for n, o in changed.items())
+    return f"{method.info.name}({options})" if options else method.info.name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all that decode")
+    parser.add_argument("--input", metavar="NAME", help="default: the longest causal bundled head")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")
     parser.add_argument("--budget", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--smoke", action="store_true", help="a short input, two steps, one budget")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
-    inputs = [load(name) for name in bundled()]
-    x = max((x for x in inputs if x.is_causal), key=lambda x: x.length)
+    inputs = [load(name) for name in bundled()] if args.input is None else [load(args.input)]
+    causal = [x for x in inputs if x.is_causal]
+    if not causal:
+        parser.error(f"{args.input} is not causal: there is nothing to decode.")
+    x = max(causal, key=lambda x: x.length)
     if args.smoke:
         x, args.steps, args.budget = x.crop(256), 2, [16]
     able = [m for m in numattn.methods() if m.info.decode and m.info.approximates == "softmax"]
     able = [m for m in able if m.info.needs == "nothing"]
-    names = args.methods or [m.info.name for m in able]
+    methods = [parse(name) for name in args.methods] or [m() for m in able]
     print(f"{x.name}, {x.length} tokens, the last {args.steps} decoded one by one")
-    print(f"{'':16}{'budget':>8}{'bytes read':>12}{'error':>10}{'worst head':>12}")
-    for name in names:
-        for budget in args.budget if numattn.get(name).info.budget else [None]:
-            method = numattn.get(name)
-            method = method if budget is None else method.with_budget(budget)
+    print(f"{'':32}{'budget':>8}{'bytes read':>12}{'error':>10}{'worst head':>12}")
+    for given in methods:
+        for budget in args.budget if given.info.budget else [None]:
+            method = given if budget is None else given.with_budget(budget)
+            name = label(method)
             errors, read = decode(method, x, args.steps)
             print(
-                f"{name:16}{budget or '':>8}{read:12.3f}{median(errors):10.4f}{max(errors):12.4f}"
+                f"{name:32}{budget or '':>8}{read:12.3f}{median(errors):10.4f}{max(errors):12.4f}"
             )
             if args.out:
                 row = {"method": method.to_dict(), "read": read, "errors": errors}

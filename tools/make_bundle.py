@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -34,58 +34,89 @@ TOLERANCE = 5e-3  # float16 rounding of q and k, seen in the output of heads wit
 MODELS = {"dinov2-s14": ("facebook/dinov2-small", "Apache-2.0")}
 SOURCES = {"dinov2-s14": "grace_hopper.jpg, from matplotlib's sample data (US Navy photograph)"}
 
-# name -> captured file, prefixes, tag, what it looks like
-ENTRIES: dict[str, tuple[str, tuple[str, ...], str, str]] = {
-    "smollm2-diffuse": (
+
+class Entry(NamedTuple):
+    """An entry of the bundle: captured file and prefixes, a tag, and what it looks like.
+
+    A causal one may be cut to its first `length` tokens. One that `calibrates` another holds the
+    same heads on another text.
+    """
+
+    stem: str
+    prefixes: tuple[str, ...]
+    tag: str
+    looks: str
+    length: int | None = None
+    calibrates: str | None = None
+
+
+ENTRIES = {
+    "smollm2-diffuse": Entry(
         "smollm2-135m.jargon.n1024",
         ("L0.kv2.",),
         "causal, diffuse",
         "Mass spread over hundreds of keys, small logits, no sink.",
     ),
-    "smollm2-previous": (
+    "smollm2-previous": Entry(
         "smollm2-135m.jargon.n1024",
         ("L16.kv0.",),
         "causal, previous token and sink",
         "Head 0 attends to the previous token, which no low rank serves; heads 1 and 2 share "
         "their mass between nearby keys and the first token.",
     ),
-    "smollm2-sink": (
+    "smollm2-sink": Entry(
         "smollm2-135m.jargon.n1024",
         ("L18.kv2.",),
         "causal, sink",
         "Nearly all mass on the first token, whose value is small: the output is in what remains.",
     ),
-    "smollm2-heavy": (
+    "smollm2-heavy": Entry(
         "smollm2-135m.argparse.n1024",
         ("L4.kv1.",),
         "causal, heavy hitters",
         "A few keys, often far away, hold most of the mass; a different few for each query.",
     ),
-    "smollm2-local": (
+    "smollm2-local": Entry(
         "smollm2-135m.argparse.n1024",
         ("L11.kv0.",),
         "causal, local",
         "Mass on nearby keys, no sink, high rank.",
     ),
-    "smollm2-long": (
+    "smollm2-long": Entry(
         "smollm2-135m.jargon.n8192",
         ("L7.kv2.",),
         "causal, long, far retrieval",
         "8192 tokens; the mass on few keys, mostly far away. One query head of its group.",
     ),
-    "minilm": (
+    "minilm": Entry(
         "minilm-l6.jargon.n512",
         ("L0.", "L1.", "L5."),
         "bidirectional text, mixed heads",
         "Head 0 nearly one-hot, 1 and 2 diffuse, 3 local and of high rank, 4 and 5 of low rank.",
     ),
-    "dino": (
+    "dino": Entry(
         "dinov2-s14.grace_hopper.n1370",
         ("L0.", "L3.", "L9.", "L11."),
         "image patches, mixed heads",
         "37 x 37 patches after one class token. Head 0 diffuse, 1 with nearly all mass on one "
         "column, 2 local in the plane and of high rank with a large common part of the keys, "
         "3 semantic clusters, 4 diffuse and of the lowest rank.",
+    ),
+    "smollm2-heavy-prose": Entry(
+        "smollm2-135m.jargon.n4096",
+        ("L4.kv1.",),
+        "causal, heavy hitters",
+        "The heads of smollm2-heavy, which reads source code, on prose.",
+        length=1024,
+        calibrates="smollm2-heavy",
+    ),
+    "smollm2-local-prose": Entry(
+        "smollm2-135m.jargon.n4096",
+        ("L11.kv0.",),
+        "causal, local",
+        "The heads of smollm2-local, which reads source code, on prose.",
+        length=1024,
+        calibrates="smollm2-local",
     ),
 }
 
@@ -115,23 +146,31 @@ def main() -> None:
 
 def write(name: str, source: Path, target: Path, captured: list[dict[str, Any]]) -> dict[str, Any]:
     """Write one entry; return its part of the manifest."""
-    stem, prefixes, tag, looks = ENTRIES[name]
-    file = f"{stem}.safetensors"
-    parts = [e for p in prefixes for e in captured if (e["file"], e["prefix"]) == (file, p)]
+    entry = ENTRIES[name]
+    file = f"{entry.stem}.safetensors"
+    parts = [e for p in entry.prefixes for e in captured if (e["file"], e["prefix"]) == (file, p)]
     whole = all(part["whole_group"] for part in parts) or len(parts) == 1
-    if len(parts) != len(prefixes) or not whole:
-        raise SystemExit(f"{name}: {file} must have whole groups under {', '.join(prefixes)}.")
+    if len(parts) != len(entry.prefixes) or not whole:
+        raise SystemExit(
+            f"{name}: {file} must have whole groups under {', '.join(entry.prefixes)}."
+        )
     first = parts[0]
     with safe_open(source / file, framework="pt") as tensors:
         for part in parts:
             check(name, part, {n: tensors.get_tensor(part["prefix"] + n) for n in NAMES})
-        q, k, v = (torch.cat([tensors.get_tensor(p + n) for p in prefixes])[None] for n in "qkv")
+        q, k, v = (
+            torch.cat([tensors.get_tensor(p + n) for p in entry.prefixes])[None] for n in "qkv"
+        )
+    if entry.length is not None:
+        if not first["causal"]:
+            raise SystemExit(f"{name}: only causal attention may be cut.")
+        q, k, v = (x[:, :, : entry.length].contiguous() for x in (q, k, v))
     model, licence = MODELS.get(first["model"], (first["hf_name"], first["weights_licence"]))
     origin = SOURCES.get(first["model"], first["source"])
     metadata = {
         "is_causal": str(first["causal"]).lower(),
         "scale": repr(first["scale"]),
-        "tag": tag,
+        "tag": entry.tag,
         "source": f"{model}; {origin}",
     }
     data = stable(save({"q": q, "k": k, "v": v}, metadata=metadata))
@@ -152,8 +191,9 @@ def write(name: str, source: Path, target: Path, captured: list[dict[str, Any]])
         "d": q.shape[3],
         "scale": first["scale"],
         "dtype": "float16",
-        "tag": tag,
-        "looks": looks,
+        "tag": entry.tag,
+        "looks": entry.looks,
+        **({"calibrates": entry.calibrates} if entry.calibrates else {}),
     }
 
 

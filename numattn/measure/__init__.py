@@ -14,6 +14,7 @@ from numattn.measure.inputs import QKV as QKV
 from numattn.measure.inputs import SYNTHETIC as SYNTHETIC
 from numattn.measure.inputs import InputError as InputError
 from numattn.measure.inputs import bundled as bundled
+from numattn.measure.inputs import calibration as calibration
 from numattn.measure.inputs import load as load
 from numattn.measure.inputs import synthetic as synthetic
 from numattn.measure.oracle import block_oracle as block_oracle

@@ -246,8 +246,14 @@ def synthetic(
 
 
 def bundled() -> list[str]:
-    """Names of the inputs that come with the package."""
-    return list(_manifest())
+    """Names of the inputs that come with the package, to measure on."""
+    return [name for name, entry in _manifest().items() if "calibrates" not in entry]
+
+
+def calibration(name: str) -> str | None:
+    """Name of a bundled input with the same heads on another text, to calibrate a method on."""
+    same = [n for n, entry in _manifest().items() if entry.get("calibrates") == name]
+    return same[0] if same else None
 
 
 def load(name: str | os.PathLike[str], *, length: int | None = None, seed: int = 0) -> QKV:
@@ -263,7 +269,8 @@ def load(name: str | os.PathLike[str], *, length: int | None = None, seed: int =
                                     metadata={"is_causal": "true", "scale": "0.125"})
 
     Args:
-        name: One of `bundled`, one of `SYNTHETIC`, or a path that ends in ``.safetensors``.
+        name: One of `bundled`, a `calibration`, one of `SYNTHETIC`, or a path that ends in
+            ``.safetensors``.
         length: Keep the first tokens only; by default all there are, and 1024 for a synthetic one.
         seed: Of the draw of a synthetic input; the others have none.
 
@@ -286,7 +293,7 @@ def load(name: str | os.PathLike[str], *, length: int | None = None, seed: int =
     elif text.endswith(".safetensors"):
         x = _read(Path(text), Path(text).stem)
     else:
-        known = (*bundled(), *SYNTHETIC)
+        known = (*_manifest(), *SYNTHETIC)
         raise InputError(
             f"no input is called {text!r}.{_near(text, known)} There are {', '.join(known)}; "
             "or give the path of a .safetensors file."
@@ -323,7 +330,7 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "there is no such file"
-        raise InputError(f"{path}: {what}.{_near(path.stem, tuple(bundled()))}")
+        raise InputError(f"{path}: {what}.{_near(path.stem, tuple(_manifest()))}")
     try:
         with safe_open(path, framework="pt") as file:
             missing = [n for n in "qkv" if n not in file.keys()]  # noqa: SIM118 - not a mapping

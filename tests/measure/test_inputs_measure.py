@@ -9,7 +9,7 @@ from torch import Tensor
 
 import numattn
 from numattn.kernel import Performer
-from numattn.measure import QKV, SYNTHETIC, InputError, bundled, load, synthetic
+from numattn.measure import QKV, SYNTHETIC, InputError, bundled, calibration, load, synthetic
 from numattn.testing.inputs import reference_weights
 
 DATA = Path(numattn.__file__).parent / "data"
@@ -69,9 +69,23 @@ def test_the_bundle_is_whole_and_small():
     files = {path.name for path in DATA.glob("*.safetensors")}
     assert files == {entry["file"] for entry in MANIFEST.values()}
     assert sum(path.stat().st_size for path in DATA.iterdir()) <= 12_000_000
-    assert bundled() == list(MANIFEST)
+    assert bundled() == [n for n, entry in MANIFEST.items() if "calibrates" not in entry]
     assert {entry["causal"] for entry in MANIFEST.values()} == {True, False}
     assert not set(MANIFEST) & set(SYNTHETIC)
+
+
+def test_a_calibration_holds_the_same_heads_on_another_text():
+    pairs = {name: calibration(name) for name in bundled()}
+    assert {n for n in pairs.values() if n} == set(MANIFEST) - set(bundled())
+    for name, other in pairs.items():
+        if other is None:
+            continue
+        a, b = MANIFEST[name], MANIFEST[other]
+        same = ("model", "layers", "heads", "kv_heads", "d", "scale", "causal")
+        assert all(a[key] == b[key] for key in same)
+        assert a["source"] != b["source"]
+        assert not torch.equal(load(name).k, load(other).k)
+    assert calibration("smollm2-heavy-prose") is None
 
 
 def test_the_notice_names_every_model_and_source():
