@@ -33,8 +33,10 @@ class Info:
         normalised: Whether its weights sum to one in every row.
         scaled: Whether there are logits that ``scale`` multiplies.
         linear_in_value: Whether the output is linear in value.
-        bounded: Whether its family's oracle bounds it in a call that is not causal: no more than
-            `Cost.units` keys in a row of the sparse family, no higher rank in the others.
+        judged_as: The family whose oracle it is held against, where that is not its own: that of
+            the sparse family for a low-rank method that chooses keys.
+        bounded: Whether that oracle bounds it in a call that is not causal: no more than
+            `Cost.units` keys in a row against the sparse oracle, no higher rank against the others.
         oracle: Whether it is its family's best possible answer rather than a cheap method.
         fits_causal: Whether a causal call needs its state tensors given, because fitting them on
             the batch would let the future in.
@@ -59,8 +61,14 @@ class Info:
     normalised: bool = True
     scaled: bool = True
     linear_in_value: bool = True
+    judged_as: Family | None = None
     bounded: bool = True
     oracle: bool = False
     fits_causal: bool = False
     state_tensors: tuple[str, ...] = ()
     exceptions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def judge(self) -> Family:
+        """The family whose oracle it is held against."""
+        return self.judged_as or self.family

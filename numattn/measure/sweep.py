@@ -320,15 +320,15 @@ class _Unit:
             exact_flops=bench.exact_flops,
             **self._times(lambda: fn(x.q, x.k, x.v)),
         )
-        best = oracle(info.family, units, bench.reference)
-        blocks = block_oracle(units, bench.reference) if info.family == "sparse" else None
+        best = oracle(info.judge, units, bench.reference)
+        blocks = block_oracle(units, bench.reference) if info.judge == "sparse" else None
         uniform = bench.uniform(units, self.seed)
 
         def beside(name: str, bound: list[HeadError] | None, i: int) -> dict[str, Any]:
             """Error of an oracle on head i, and the method's efficiency against it."""
             if bound is None:
                 return {}
-            share = efficiency(errors[i], bound[i], info.family, bench.floor[i])
+            share = efficiency(errors[i], bound[i], info.judge, bench.floor[i])
             return {f"{name}oracle_error": bound[i].output, f"{name}efficiency": share}
 
         return [

@@ -402,11 +402,11 @@ def never_beats_the_oracle(s: Subject) -> None:
     units = s.method.cost(shape).units
     exact = reference_weights(q, k)
     weights = s.weights(q, k).double()
-    if s.info.family == "sparse":
+    if s.info.judge == "sparse":
         kept = exact.topk(min(units, 48), -1).values.sum(-1)
         distance = (weights - exact).abs().sum(-1) / 2
         assert (distance >= 1 - kept - 1e-9).all(), "nearer than the best choice of keys"
-    elif s.info.family != "exact":
+    elif s.info.judge != "exact":
         tail = torch.linalg.svdvals(exact)[..., units:].square().sum(-1).sqrt()
         assert ((weights - exact).norm(dim=(-2, -1)) >= tail - 1e-9).all(), "nearer than the SVD"
 
