@@ -56,7 +56,7 @@ class Cost:
         bytes: Bytes that must move to and from main memory, at the least.
         cache: Bytes that decoding keeps after `Shape.keys` tokens; None where it cannot decode.
         units: The budget in the family's own unit, which its oracle is given in a comparison:
-            keys per query in the sparse family, rank of the weights in the others.
+            keys per query against the sparse oracle, rank of the weights against the others.
     """
 
     flops: int

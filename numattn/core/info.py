@@ -24,6 +24,7 @@ class Info:
         budget: The option that trades cost for accuracy, or None.
         approximates: ``"softmax"``, or ``"own"`` where the method has its own exact target.
         causal: ``"native"``, ``"lifted"`` (through `numattn.engines.lift`) or ``"no"``.
+        why_not_causal: The reason, where it is ``"no"``, for the message that refuses a causal call.
         mask: ``"none"``, ``"padding"`` (key padding only) or ``"full"`` (any mask, bias too).
         cross: Whether query and key lengths may differ.
         decode: Whether `Method.state` exists.
@@ -53,6 +54,7 @@ class Info:
     approximates: Literal["softmax", "own"]
     causal: Literal["native", "lifted", "no"]
     mask: Literal["none", "padding", "full"]
+    why_not_causal: str = ""
     cross: bool = True
     decode: bool = True
     needs: Literal["nothing", "calibration", "training"] = "nothing"

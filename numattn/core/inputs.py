@@ -261,7 +261,8 @@ def _check_shapes(name: str, query: Tensor, key: Tensor, value: Tensor, enable_g
 
 def _check_lengths(info: Info, num_queries: int, num_keys: int, is_causal: bool) -> None:
     if is_causal and info.causal == "no":
-        raise Unsupported(f"{info.name} has no causal form; call it with is_causal=False.")
+        why = f": {info.why_not_causal}" if info.why_not_causal else ""
+        raise Unsupported(f"{info.name} has no causal form{why}; call it with is_causal=False.")
     if num_queries == num_keys:
         return
     if is_causal:

@@ -1,5 +1,8 @@
 """Low-rank attention: project, sample or factor the attention matrix."""
 
+from numattn.lowrank.linformer import Linformer as Linformer
+from numattn.lowrank.linformer import LinformerAttention as LinformerAttention
+from numattn.lowrank.linformer import linformer_attention as linformer_attention
 from numattn.lowrank.nystrom import Nystrom as Nystrom
 from numattn.lowrank.nystrom import nystrom_attention as nystrom_attention
 from numattn.lowrank.svd import SVD as SVD
