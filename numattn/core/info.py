@@ -24,7 +24,7 @@ class Info:
         budget: The option that trades cost for accuracy, or None.
         approximates: ``"softmax"``, or ``"own"`` where the method has its own exact target.
         causal: ``"native"``, ``"lifted"`` (through `numattn.engines.lift`) or ``"no"``.
-        why_not_causal: The reason, where it is ``"no"``, for the message that refuses a causal call.
+        why_not_causal: The reason for ``"no"``, for the message that refuses a causal call.
         mask: ``"none"``, ``"padding"`` (key padding only) or ``"full"`` (any mask, bias too).
         cross: Whether query and key lengths may differ.
         decode: Whether `Method.state` exists.
