@@ -296,11 +296,12 @@ class StreamingState(State):
 
 
 def streaming_bytes(shape: Shape, size: int, leaf: int = LEAF) -> int:
-    """Bytes of a `StreamingState` whose summaries have `size` keys, for `Method.cost`."""
+    """Bytes of a `StreamingState` whose summaries have up to `size` keys, for `Method.cost`."""
     full = max(shape.keys - 1, 0) // leaf
     width = shape.head_dim + shape.value_dim
     kept = (shape.keys - full * leaf) * width * shape.itemsize
-    kept += full.bit_count() * size * (width + 2) * max(shape.itemsize, 4)
+    sizes = [min(leaf << i, size) for i in range(full.bit_length()) if full >> i & 1]
+    kept += sum(sizes) * (width + 2) * max(shape.itemsize, 4)
     return shape.batch * shape.kv_heads * kept
 
 

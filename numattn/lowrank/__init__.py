@@ -1,5 +1,7 @@
 """Low-rank attention: project, sample or factor the attention matrix."""
 
+from numattn.lowrank.hodlr import HODLR as HODLR
+from numattn.lowrank.hodlr import hodlr_attention as hodlr_attention
 from numattn.lowrank.linformer import Linformer as Linformer
 from numattn.lowrank.linformer import LinformerAttention as LinformerAttention
 from numattn.lowrank.linformer import linformer_attention as linformer_attention
