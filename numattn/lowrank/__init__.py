@@ -1,13 +1,33 @@
 """Low-rank attention: project, sample or factor the attention matrix."""
 
+from numattn.lowrank.eigen import Eigen as Eigen
+from numattn.lowrank.eigen import EigenAttention as EigenAttention
+from numattn.lowrank.eigen import eigen_attention as eigen_attention
+from numattn.lowrank.eigen import eigen_ranks as eigen_ranks
 from numattn.lowrank.hodlr import HODLR as HODLR
 from numattn.lowrank.hodlr import hodlr_attention as hodlr_attention
 from numattn.lowrank.linformer import Linformer as Linformer
 from numattn.lowrank.linformer import LinformerAttention as LinformerAttention
 from numattn.lowrank.linformer import linformer_attention as linformer_attention
+from numattn.lowrank.loki import Loki as Loki
+from numattn.lowrank.loki import LokiAttention as LokiAttention
+from numattn.lowrank.loki import explained_variance as explained_variance
+from numattn.lowrank.loki import loki_attention as loki_attention
 from numattn.lowrank.nystrom import Nystrom as Nystrom
+from numattn.lowrank.nystrom import NystromAttention as NystromAttention
 from numattn.lowrank.nystrom import nystrom_attention as nystrom_attention
+from numattn.lowrank.nystrom import nystrom_condition as nystrom_condition
+from numattn.lowrank.skyformer import Skyformer as Skyformer
+from numattn.lowrank.skyformer import SkyformerAttention as SkyformerAttention
+from numattn.lowrank.skyformer import skyformer_attention as skyformer_attention
 from numattn.lowrank.svd import SVD as SVD
 from numattn.lowrank.svd import Spectrum as Spectrum
 from numattn.lowrank.svd import attention_spectrum as attention_spectrum
 from numattn.lowrank.svd import svd_attention as svd_attention
+from numattn.lowrank.thinformer import Thinformer as Thinformer
+from numattn.lowrank.thinformer import ThinformerAttention as ThinformerAttention
+from numattn.lowrank.thinformer import thinformer_attention as thinformer_attention
+from numattn.lowrank.wildcat import WildCat as WildCat
+from numattn.lowrank.wildcat import WildCatAttention as WildCatAttention
+from numattn.lowrank.wildcat import wildcat_attention as wildcat_attention
+from numattn.lowrank.wildcat import wildcat_coreset as wildcat_coreset

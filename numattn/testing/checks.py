@@ -483,7 +483,7 @@ def extremes(s: Subject) -> None:
 def equal_keys_give_the_mean(s: Subject) -> None:
     """Not of a random choice that looks at the values: a part of them has another mean."""
     q, k, v = make_qkv(40)
-    if s.info.family in ("exact", "lowrank", "kernel", "latent"):
+    if s.info.judge in ("exact", "lowrank", "kernel", "latent"):
         out = s(q, k[:, :, :1].expand_as(k), v)
         close(out, v.mean(2, keepdim=True).expand_as(out), "keys all equal")
 
