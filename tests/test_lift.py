@@ -12,6 +12,7 @@ from numattn.core.inputs import prepare
 from numattn.core.linalg import group_sums, kmeans
 from numattn.engines.lift import (
     LEAF,
+    PROBES,
     StreamingState,
     Summary,
     compressed,
@@ -120,16 +121,15 @@ def segment_means(size):
 
     def compress(s):
         n = s.k.shape[2]
-        weight = s.weight * s.bias.exp()
+        columns = s.columns * s.bias.exp()[..., None]
         starts = [i * n // size for i in range(size + 1)]
         spans = [slice(a, b) for a, b in pairwise(starts) if a < b]
-        w = torch.stack([weight[..., span].sum(-1) for span in spans], -1)
-        parts = [
+        keys, columns = (
             torch.stack([x[..., span, :].sum(-2) for span in spans], -2)
-            for x in (s.k * weight[..., None], s.v * s.bias.exp()[..., None])
-        ]
-        k, v = (x / w[..., None] for x in parts)
-        return Summary(k, v, torch.ones_like(w), w.log())
+            for x in (s.k * columns[..., s.width :][..., :1], columns)
+        )
+        w = columns[..., s.width :][..., :1]
+        return Summary(keys / w, columns / w, w[..., 0].log(), s.width)
 
     return compress
 
@@ -139,13 +139,13 @@ def clusters(size):
 
     def compress(s):
         label = kmeans(s.k, size, 3)
-        weight = s.weight * s.bias.exp()
-        mass = group_sums(weight[..., None], label, size)
-        k, v = (
-            group_sums(x, label, size) / mass.clamp(min=1e-300)
-            for x in (s.k * weight[..., None], s.v * s.bias.exp()[..., None])
+        columns = s.columns * s.bias.exp()[..., None]
+        keys, columns = (
+            group_sums(x, label, size) for x in (s.k * columns[..., s.width :][..., :1], columns)
         )
-        return Summary(k, v, torch.ones_like(mass[..., 0]), mass[..., 0].log())
+        mass = columns[..., s.width :][..., :1]
+        keys, columns = (x / mass.clamp(min=1e-300) for x in (keys, columns))
+        return Summary(keys, columns, mass[..., 0].log(), s.width)
 
     return compress
 
@@ -155,8 +155,8 @@ def every_other(size):
 
     def compress(s):
         step = -(-s.k.shape[2] // size)
-        k, v, weight, bias = (x[:, :, ::step] for x in (s.k, s.v, s.weight, s.bias))
-        return Summary(k, v, weight, bias + math.log(step))
+        k, columns, bias = (x[:, :, ::step] for x in (s.k, s.columns, s.bias))
+        return Summary(k, columns, bias + math.log(step), s.width)
 
     return compress
 
@@ -197,9 +197,8 @@ def by_tree(q, k, v, compress, leaf, at):
     parts.append(Summary.of(k[:, :, start : at + 1], v[:, :, start : at + 1]))
     scale = q.shape[-1] ** -0.5
     weights = [(scale * q[:, :, at : at + 1] @ s.k.mT + s.bias[..., None, :]).exp() for s in parts]
-    num = sum(w @ s.v for w, s in zip(weights, parts, strict=True))
-    den = sum((w * s.weight[..., None, :]).sum(-1) for w, s in zip(weights, parts, strict=True))
-    return num / den[..., None]
+    sums = sum(w @ s.columns for w, s in zip(weights, parts, strict=True))
+    return sums[..., :-1] / sums[..., -1:]
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
@@ -274,17 +273,72 @@ def test_gradients_of_summaries():
     )
 
 
-def test_signed_summaries_tell_what_cancels():
-    q, k, v = make_qkv(5)
-    s = Summary.of(k, v)
-    s = replace(
-        s, weight=torch.tensor([1.0, -1.0, 2.0, -3.0, 1.0]).to(v).expand(2, 3, 5), signed=True
+def mixed(s, weights):
+    """Keys of s replaced by combinations of them, (B, H, r, N); the first r keys stay."""
+    return replace(
+        s,
+        k=s.k[:, :, : weights.shape[2]],
+        columns=weights @ s.columns,
+        bias=s.bias[..., : weights.shape[2]],
     )
-    part = s.attend(q, 0.3)
-    w = (0.3 * q @ k.mT).exp()
-    scale = part.shift.exp()
-    torch.testing.assert_close(part.den * scale, (w * s.weight[..., None, :]).sum(-1))
-    torch.testing.assert_close(part.mass * scale, (w * s.weight.abs()[..., None, :]).sum(-1))
+
+
+def total(part):
+    """Sums of values and of weights, on one scale."""
+    scale = part.shift.exp()[..., None]
+    return part.num * scale, part.den[..., None] * scale
+
+
+def test_weights_that_are_not_negative_are_left_alone():
+    q, k, v = make_qkv(40)
+    weights = torch.rand(2, 3, 7, 40, generator=torch.Generator().manual_seed(0)).to(v)
+    weights = weights * (torch.rand_like(weights) < 0.2)
+    signed, plain = (mixed(Summary.of(k, v, signed=s), weights) for s in (True, False))
+    for a, b in zip(total(signed.attend(q, 0.3)), total(plain.attend(q, 0.3)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_cancel_are_completed_with_the_mean():
+    """By the definition: what the sum of weights lacks is put on the mean of the values."""
+    q, k, v = make_qkv(40)
+    weights = torch.randn(2, 3, 7, 40, generator=torch.Generator().manual_seed(0)).to(v)
+    s = mixed(Summary.of(k, v, signed=True), weights)
+    probes = s.columns[..., 6:]
+    rows = (0.3 * q @ s.k.mT).exp()
+    num, den = rows @ weights @ v, (rows @ weights).sum(-1, keepdim=True)
+    least = (rows @ probes).square().mean(-1, keepdim=True).sqrt()
+    assert (den < least).any()
+    assert (den > least).any()
+    ones = weights.sum(-2, keepdim=True)
+    at_zero = torch.maximum(
+        ones.sum(-1, keepdim=True),
+        probes.sum(-2, keepdim=True).square().mean(-1, keepdim=True).sqrt(),
+    )
+    want = num + (least - den).clamp(min=0) * (ones @ v) / at_zero
+    got_num, got_den = total(s.attend(q, 0.3))
+    torch.testing.assert_close(got_num, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got_den, torch.maximum(den, least), rtol=1e-10, atol=1e-10)
+
+
+def test_probes_have_the_mean_square_of_the_norm():
+    """As random signs have: over many rows, within four standard errors."""
+    _, k, v = make_qkv(400)
+    probes = Summary.of(k, v, signed=True).columns[0, 0, :, 6:]
+    assert torch.equal(probes.abs(), torch.ones_like(probes))
+    weights = torch.randn(2000, 400, generator=torch.Generator().manual_seed(0)).to(v)
+    square = (weights @ probes).square().mean(-1) / weights.square().sum(-1)
+    assert (square.mean() - 1).abs() <= 4 * square.std() / 2000**0.5
+    assert square.std() == pytest.approx((2 / PROBES) ** 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_has_no_probes_of_its_own(side):
+    _, k, v = make_qkv(20)
+    mask = padding_mask(torch.tensor([13, 20]), side=side)
+    keep = mask[0, 0, 0]
+    padded = Summary.of(k, v, mask[:, 0], signed=True).columns[:1, :, keep]
+    alone = Summary.of(k[:1, :, keep], v[:1, :, keep], signed=True).columns
+    assert torch.equal(padded, alone)
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 16, 17, 37, 64])

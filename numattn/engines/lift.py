@@ -22,6 +22,7 @@ from torch import Tensor
 from numattn.core.cost import Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, prepare
+from numattn.core.linalg import finite
 from numattn.core.partial import Partial
 from numattn.core.state import Buffer, State
 from numattn.engines.softmax import key_bias, softmax_partial
@@ -30,6 +31,8 @@ from numattn.engines.tiles import spans
 Block = Callable[[Tensor, Inputs], Partial]
 
 LEAF = 512
+
+PROBES = 8  # signs by which a row knows whether its weights cancel
 
 _TOKENS = 1 << 16  # of all heads that are compressed at once
 
@@ -100,64 +103,101 @@ def split_points(length: int, leaf: int = LEAF) -> tuple[list[int], list[tuple[i
 
 @dataclass(frozen=True)
 class Summary:
-    r"""Keys that stand for many: q attends to them as :math:`\sum_s e^{q k_s + b_s} (v_s, w_s)`.
+    r"""Keys that stand for many: rows attend as :math:`\sum_s e^{q \cdot k_s + b_s} (v_s, w_s)`.
+
+    Values, their weights and probes are columns of one tensor, for compression is linear in them.
+
+    Weights that may be negative can cancel, and a quotient of sums that cancel is noise of any
+    size. Then each key also carries some fixed random signs, its probes: the sums of these over the
+    keys of a row have the mean square :math:`|w|_2^2` of all the weights that went into it. A row's
+    sum of weights counts for no less than this norm. What it falls short of it is put on the mean
+    of the values, as a row of equal logits would find it. Weights that are not negative
+    have :math:`|w|_2 \le \sum w`, so rows without cancellation are left as they are.
 
     Attributes:
         k: (B, H, r, D).
-        v: (B, H, r, E), values times their weights.
-        weight: (B, H, r).
-        bias: (B, H, r), added to the logits: the scale of `v` and `weight`; -inf where there is no
-            key.
-        signed: Whether weights may be negative.
+        columns: (B, H, r, E + 1 + probes): values times their weights, the weights, probes.
+        bias: (B, H, r), added to the logits: the scale of `columns`; -inf where there is no key.
+        width: E.
     """
 
     k: Tensor
-    v: Tensor
-    weight: Tensor
+    columns: Tensor
     bias: Tensor
-    signed: bool = False
+    width: int
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, padding: Tensor | None = None) -> Summary:
-        """Every key (B, H, N, D) with its value (B, H, N, E) for itself; padding as in `Inputs`."""
+    def of(k: Tensor, v: Tensor, padding: Tensor | None = None, *, signed: bool = False) -> Summary:
+        """Every key (B, H, N, D) with its value (B, H, N, E) for itself; padding as in `Inputs`.
+
+        `signed` gives it probes, for a compression whose weights may be negative.
+        """
+        columns = [v, torch.ones_like(k[..., :1])]
         bias = torch.zeros_like(k[..., 0])
+        place = torch.arange(k.shape[2], device=k.device)[None, None]
         if padding is not None:
             bias = bias.masked_fill(~padding, -torch.inf)
-        return Summary(k, v, torch.ones_like(bias), bias)
+            place = padding.cumsum(-1) - 1
+        if signed:
+            columns.append(_signs(place).to(k).expand(*k.shape[:3], PROBES))
+        return Summary(k, torch.cat(columns, -1), bias, v.shape[3])
 
     def attend(self, q: Tensor, scale: float) -> Partial:
         """From rows (B, H, n, D), folded or not."""
-        width = self.v.shape[3]
-        weights = [self.weight, self.weight.abs()] if self.signed else [self.weight]
-        columns = torch.cat([self.v, torch.stack(weights, -1)], -1)
-        part = softmax_partial(q, self.k, columns, scale=scale, bias=self.bias)
-        mass = part.num[..., width + 1] if self.signed else None
-        return Partial(part.num[..., :width], part.num[..., width], part.shift, mass)
+        part = softmax_partial(q, self.k, self.columns, scale=scale, bias=self.bias)
+        num, den = part.num[..., : self.width], part.num[..., self.width]
+        if self.columns.shape[3] > self.width + 1:
+            mean, least = self._mean(), _least(part.num[..., self.width + 1 :])
+            short = (least - den).clamp(min=0)
+            num, den = num + short[..., None] * mean, den + short
+        return Partial(num, den, part.shift)
+
+    def _mean(self) -> Tensor:
+        """Mean of the values, as the weights have it: (B, H, 1, E)."""
+        share = (self.bias - finite(self.bias.amax(-1, keepdim=True))).exp()
+        total = share[..., None, :] @ self.columns
+        den = torch.maximum(total[..., self.width], _least(total[..., self.width + 1 :]))
+        return total[..., : self.width] / (den + (den == 0))[..., None]
 
     @staticmethod
     def cat(parts: list[Summary], dim: int) -> Summary:
         """The keys of all along dimension 2, or entries of a batch along dimension 0."""
-        k, v, weight, bias = (
+        k, columns, bias = (
             torch.cat([getattr(part, name) for part in parts], dim)
-            for name in ("k", "v", "weight", "bias")
+            for name in ("k", "columns", "bias")
         )
-        return Summary(k, v, weight, bias, parts[0].signed)
+        return Summary(k, columns, bias, parts[0].width)
 
     def entries(self, index: slice) -> Summary:
         """Some entries of the batch."""
-        k, v, weight, bias = (t[index] for t in (self.k, self.v, self.weight, self.bias))
-        return Summary(k, v, weight, bias, self.signed)
+        return Summary(self.k[index], self.columns[index], self.bias[index], self.width)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.k, self.v, self.weight, self.bias))
+        return sum(t.numel() * t.element_size() for t in (self.k, self.columns, self.bias))
+
+
+def _signs(place: Tensor) -> Tensor:
+    """Fixed signs that look random, int (..., PROBES), of places (...), equal on every device."""
+    x = place[..., None] * PROBES + torch.arange(1, PROBES + 1, device=place.device)
+    for shift, factor in ((16, 0x45D9F3B), (16, 0x45D9F3B), (16, 1)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return 1 - 2 * (x & 1)
+
+
+def _least(probes: Tensor) -> Tensor:
+    """The least that a sum of weights counts for, from the sums of probes (..., PROBES): (...)."""
+    square = probes.square().mean(-1)
+    return square.clamp(min=torch.finfo(square.dtype).tiny).sqrt()
 
 
 Compress = Callable[[Summary], Summary]
 
 
-def lift_summaries(x: Inputs, compress: Compress, *, leaf: int = LEAF) -> Tensor:
+def lift_summaries(
+    x: Inputs, compress: Compress, *, leaf: int = LEAF, signed: bool = False
+) -> Tensor:
     """Causal attention from a way to replace keys by fewer keys.
 
     The summary of ``leaf`` tokens is made from them, that of two neighbours from both of theirs
@@ -169,6 +209,7 @@ def lift_summaries(x: Inputs, compress: Compress, *, leaf: int = LEAF) -> Tensor
         compress: Summary -> Summary of bounded size, that depends on nothing else: every entry of
             the batch by itself, for blocks stand in the batch. All keys that it is given exist.
         leaf: Tokens that are attended to exactly.
+        signed: Whether weights may be negative, see `Summary`.
 
     Returns:
         (B, Hk, N * group, E); exact where N <= leaf.
@@ -177,7 +218,7 @@ def lift_summaries(x: Inputs, compress: Compress, *, leaf: int = LEAF) -> Tensor
     summary; compression of every leaf, and of as many pairs of summaries.
     """
     x, place = x.compact()
-    nodes = _tree(x, compress, leaf)
+    nodes = _tree(x, compress, leaf, signed)
 
     def past(q: Tensor, start: int, stop: int) -> Partial:
         level = ((stop - start) // leaf).bit_length() - 1
@@ -186,14 +227,12 @@ def lift_summaries(x: Inputs, compress: Compress, *, leaf: int = LEAF) -> Tensor
     return x.move_back(_lift(x, past, 0, x.k.shape[2], leaf).out(), place)
 
 
-def _tree(x: Inputs, compress: Compress, leaf: int) -> list[list[Summary]]:
+def _tree(x: Inputs, compress: Compress, leaf: int, signed: bool) -> list[list[Summary]]:
     """Summaries of whole blocks of leaf * 2^i tokens that have tokens after them, for each i."""
     count = (x.k.shape[2] - 1) // leaf
     batch, heads = x.k.shape[:2]
-    leaves = [
-        Summary.of(x.k[:, :, i * leaf : (i + 1) * leaf], x.v[:, :, i * leaf : (i + 1) * leaf])
-        for i in range(count)
-    ]
+    whole = [t[:, :, : count * leaf].split(leaf, 2) for t in (x.k, x.v)]
+    leaves = [Summary.of(k, v, signed=signed) for k, v in zip(*whole, strict=True)] if count else []
     levels = []
     while leaves:
         at_once = max(_TOKENS // (batch * heads * leaves[0].k.shape[2]), 1)
@@ -228,6 +267,7 @@ class StreamingState(State):
         value: Tensor,
         *,
         leaf: int = LEAF,
+        signed: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
@@ -239,12 +279,13 @@ class StreamingState(State):
             key: (B, Hk, N, D).
             value: (B, Hk, N, E).
             leaf: As in `lift_summaries`.
+            signed: As in `lift_summaries`.
             scale: As in a call.
             enable_gqa: As in a call.
         """
         # A step has one query and many keys, whatever the method takes in a call.
         self._info, self._compress, self._leaf = replace(info, cross=True), compress, leaf
-        self._scale, self._enable_gqa = scale, enable_gqa
+        self._signed, self._scale, self._enable_gqa = signed, scale, enable_gqa
         self._keys, self._values = Buffer(key[:, :, :0].detach()), Buffer(value[:, :, :0].detach())
         self._forest: list[tuple[int, Summary]] = []  # (level, summary), levels falling
         self.append(key, value)
@@ -263,7 +304,7 @@ class StreamingState(State):
         """The full leaf becomes a summary."""
         k, v = self._keys.tensor, self._values.tensor
         x = prepare(self._info, k, k, v, None, False, self._scale, False)
-        level, summary = 0, self._compress(Summary.of(x.k, x.v))
+        level, summary = 0, self._compress(Summary.of(x.k, x.v, signed=self._signed))
         while self._forest and self._forest[-1][0] == level:
             summary = self._compress(Summary.cat([self._forest.pop()[1], summary], 2))
             level += 1
@@ -295,13 +336,13 @@ class StreamingState(State):
         return self._keys.nbytes + self._values.nbytes + kept
 
 
-def streaming_bytes(shape: Shape, size: int, leaf: int = LEAF) -> int:
+def streaming_bytes(shape: Shape, size: int, leaf: int = LEAF, *, signed: bool = False) -> int:
     """Bytes of a `StreamingState` whose summaries have up to `size` keys, for `Method.cost`."""
     full = max(shape.keys - 1, 0) // leaf
     width = shape.head_dim + shape.value_dim
     kept = (shape.keys - full * leaf) * width * shape.itemsize
     sizes = [min(leaf << i, size) for i in range(full.bit_length()) if full >> i & 1]
-    kept += sum(sizes) * (width + 2) * max(shape.itemsize, 4)
+    kept += sum(sizes) * (width + 2 + PROBES * signed) * max(shape.itemsize, 4)
     return shape.batch * shape.kv_heads * kept
 
 

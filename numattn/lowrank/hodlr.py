@@ -409,4 +409,4 @@ def _halve(x: Summary, block_size: int) -> Summary:
     def pairs(t: Tensor) -> Tensor:
         return t.unflatten(2, (-1, 2))
 
-    return Summary(pairs(x.k).mean(3), pairs(x.v).sum(3), pairs(x.weight).sum(3), x.bias[..., ::2])
+    return Summary(pairs(x.k).mean(3), pairs(x.columns).sum(3), x.bias[..., ::2], x.width)

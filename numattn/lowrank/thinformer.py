@@ -161,14 +161,17 @@ def _compress(options: Thinformer, coins: Tensor, scale: float, s: Summary) -> S
     """A summary of at most m keys. All keys of one have the weight 2^h after h halvings."""
     level = (s.bias[:, :1, 0] / math.log(2)).round().long()
     index, _, _ = thin(
-        s.k, s.v, options.num_keys, coins, scale=scale, delta=options.delta, level=level
+        s.k,
+        s.columns[..., : s.width],
+        options.num_keys,
+        coins,
+        scale=scale,
+        delta=options.delta,
+        level=level,
     )
     gained = math.log(s.k.shape[2] // index.shape[2])
     return Summary(
-        take(s.k, index),
-        take(s.v, index),
-        s.weight.gather(2, index),
-        s.bias.gather(2, index) + gained,
+        take(s.k, index), take(s.columns, index), s.bias.gather(2, index) + gained, s.width
     )
 
 

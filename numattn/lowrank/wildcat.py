@@ -20,7 +20,7 @@ from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import State
 from numattn.engines.lift import (
-    LEAF,
+    PROBES,
     Compress,
     StreamingState,
     Summary,
@@ -133,9 +133,12 @@ def wildcat_attention(
     Exact when: r >= Nk; or the keys take no more than ``rank / num_bins`` different values in
     each bin. Causal calls are exact up to 512 tokens.
 
-    Limits: weights may be negative. Where they cancel, the denominator is small or not positive;
-    it is divided by as it is, and the output leaves the range of the values. ``clip`` hides this;
-    `wildcat_coreset` shows it. Fails on attention that is far from low rank. Keys whose
+    Limits: weights may be negative, and far from the keys they may cancel. A row's sum of weights
+    therefore counts for no less than the root of their sum of squares, estimated from eight random
+    signs that each key carries; what it lacks is put on the mean of the values (see
+    `numattn.engines.lift.Summary`). Rows without cancellation are left as they are. The output may
+    leave the range of the values, except with ``clip``. Fails on attention that is far from low
+    rank. Keys whose
     :math:`|x_l|^2` is 70 or more below the greatest are lost in the rounding of the greatest.
     The choice of keys is constant for autograd; their weights are not.
 
@@ -162,9 +165,9 @@ def wildcat_attention(
     numbers = fill(options, {"uniform": uniform}, x.k, generator)["uniform"]
     compress = partial(_compress, options, x.scale, numbers)
     if is_causal:
-        out = lift_summaries(x, compress)
+        out = lift_summaries(x, compress, signed=True)
     else:
-        out = compress(Summary.of(x.k, x.v, x.padding)).attend(x.q, x.scale).out()
+        out = compress(Summary.of(x.k, x.v, x.padding, signed=True)).attend(x.q, x.scale).out()
     return x.restore(_clip(out, x) if clip else out)
 
 
@@ -194,20 +197,19 @@ def wildcat_coreset(
         generator: Source of the draw; torch's global one when None.
 
     Returns:
-        Keys (B, Hk, r, D) with their weights and weighted values. ``attend(q, scale)`` gives a
-        `numattn.core.partial.Partial`, whose ``cancelled()`` are the queries whose weights cancel,
-        and ``out()`` the output.
+        Keys (B, Hk, r, D) with their weights and weighted values. ``attend(q, scale).out()`` is the
+        output for any queries.
 
     Example:
         >>> k, v = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 4)
-        >>> part = wildcat_coreset(k, v, rank=50).attend(torch.randn(1, 2, 7, 8), 8**-0.5)
-        >>> part.out().shape, part.cancelled().shape
-        (torch.Size([1, 2, 7, 4]), torch.Size([1, 2, 7]))
+        >>> wildcat_coreset(k, v, rank=50).attend(torch.randn(1, 2, 7, 8), 8**-0.5).out().shape
+        torch.Size([1, 2, 7, 4])
     """
     x = prepare(INFO, key, key, value, attn_mask, False, scale, False)
     options = WildCat(rank, num_bins, temperature)
     numbers = fill(options, {"uniform": uniform}, x.k, generator)["uniform"]
-    return _compress(options, x.scale, numbers, Summary.of(x.k, x.v, x.padding))
+    whole = Summary.of(x.k, x.v, x.padding, signed=True)
+    return _compress(options, x.scale, numbers, whole)
 
 
 def _compress(options: WildCat, scale: float, uniform: Tensor, s: Summary) -> Summary:
@@ -224,17 +226,15 @@ def _compress(options: WildCat, scale: float, uniform: Tensor, s: Summary) -> Su
 
 def _each(s: Summary, change: Callable[[Tensor], Tensor]) -> Summary:
     """A summary whose tensors are changed in the same way."""
-    return replace(s, k=change(s.k), v=change(s.v), weight=change(s.weight), bias=change(s.bias))
+    return replace(s, k=change(s.k), columns=change(s.columns), bias=change(s.bias))
 
 
 def _select(s: Summary, index: Tensor) -> Summary:
     """Keys at index, int (B, H, n); index M is no key."""
     none = index == s.k.shape[2]
     index = index.masked_fill(none, 0)
-    weight, bias = s.weight.gather(2, index), s.bias.gather(2, index)
-    return Summary(
-        take(s.k, index), take(s.v, index), weight, bias.masked_fill(none, -torch.inf), s.signed
-    )
+    bias = s.bias.gather(2, index).masked_fill(none, -torch.inf)
+    return replace(s, k=take(s.k, index), columns=take(s.columns, index), bias=bias)
 
 
 def _to_bins(s: Summary, bins: int) -> Summary:
@@ -255,7 +255,8 @@ def _coreset(s: Summary, r: int, tau: float, scale: float, uniform: Tensor) -> S
     """Weighted keys, r of the M > r of s; those that exist if there are no more than r."""
     exists = s.bias > -torch.inf
     x = (s.k.double() - masked_mean(s.k, exists)).mul_(abs(scale) ** 0.5 / tau)
-    heavy = x.detach().norm(dim=-1).square() + 2 * (s.bias + s.weight.abs().log()).detach().double()
+    mass = s.bias + s.columns[..., s.width].abs().log()
+    heavy = x.detach().norm(dim=-1).square() + 2 * mass.detach().double()
     block = min(BLOCK, 2 * r)  # so that the numbers drawn are enough
     pivots = gaussian_pivots(x, r, uniform, log_weight=heavy, padding=exists, block=block)
     chosen = _weigh(s, x, pivots)
@@ -266,10 +267,9 @@ def _coreset(s: Summary, r: int, tau: float, scale: float, uniform: Tensor) -> S
     kept, few = _select(s, first[..., :r]), number[..., -1:] <= r
     return Summary(
         torch.where(few[..., None], kept.k, chosen.k),
-        torch.where(few[..., None], kept.v, chosen.v),
-        torch.where(few, kept.weight, chosen.weight),
+        torch.where(few[..., None], kept.columns, chosen.columns),
         torch.where(few, kept.bias, chosen.bias),
-        True,
+        s.width,
     )
 
 
@@ -280,8 +280,7 @@ def _weigh(s: Summary, x: Tensor, pivots: Tensor) -> Summary:
     x_s = take(x, index)  # (B, H, r, D)
     # Any scale would do for the rows of h(S, .): it is a constant.
     half = x_s.detach().square().sum(-1) / 2
-    columns = torch.cat([s.v, s.weight[..., None]], -1).double()
-    part = softmax_partial(x_s, x, columns, scale=1.0, bias=s.bias.double())
+    part = softmax_partial(x_s, x, s.columns.double(), scale=1.0, bias=s.bias.double())
     # h(S, k) (v, w) over e^(|x_s|^2 / 2), so that the Gaussian kernel of S is left to solve with.
     logs = (part.shift - half).masked_fill(~present, -torch.inf)
     top = finite(logs.detach().amax(-1, keepdim=True))
@@ -289,9 +288,9 @@ def _weigh(s: Summary, x: Tensor, pivots: Tensor) -> Summary:
     rows = torch.cholesky_solve(rows, _factor(x_s, half, present))
     size = rows.detach().abs().amax(-1)
     size = size.masked_fill(size == 0, 1.0)
-    rows = (rows / size[..., None]).to(s.v.dtype)
+    rows = (rows / size[..., None]).to(s.k.dtype)
     bias = (top - half + size.log()).masked_fill(~present, -torch.inf)
-    return Summary(take(s.k, index), rows[..., :-1], rows[..., -1], bias.to(s.v.dtype), True)
+    return Summary(take(s.k, index), rows, bias.to(s.k.dtype), s.width)
 
 
 def _factor(x: Tensor, half: Tensor, present: Tensor) -> Tensor:
@@ -360,7 +359,7 @@ class WildCat(Method):
             leaves, blocks = split_points(shape.keys)
             calls = compressed(shape.keys, r)
         rows = sum(n * (n + min(n, _TILE)) * (d + e) for n in leaves)
-        rows += sum(2 * rows * min(keys, r) * (d + e + 2) for rows, keys in blocks)
+        rows += sum(2 * rows * min(keys, r) * (d + e + 1 + PROBES) for rows, keys in blocks)
         build = sum(count * self._build_flops(keys, d, e) for keys, count in calls)
         flops = shape.batch * (shape.heads * rows + shape.kv_heads * build)
         return Cost(flops, shape.io, self._cache(shape), units=min(r, shape.keys))
@@ -371,15 +370,14 @@ class WildCat(Method):
             return 0
         r, width = self.rank // self.num_bins, -(-keys // self.num_bins)
         pivots = pivot_flops(self.num_bins, width, d, r)
-        return pivots + self.num_bins * (2 * r * width * (d + e + 1) + 2 * r * r * d)
+        return pivots + self.num_bins * (2 * r * width * (d + e + 1 + PROBES) + 2 * r * r * d)
 
     def _cache(self, shape: Shape) -> int:
         """Bytes that decoding keeps: coresets of short pasts hold all of their tokens."""
-        full = max(shape.keys - 1, 0) // LEAF
-        sizes = [min(LEAF << i, self.rank) for i in range(full.bit_length()) if full >> i & 1]
-        kept = sum(sizes) * (shape.head_dim + shape.value_dim + 2) * max(shape.itemsize, 4)
-        kept += 2 * shape.value_dim * shape.itemsize if self.clip else 0
-        return streaming_bytes(shape, 0) + shape.batch * shape.kv_heads * kept
+        kept = streaming_bytes(shape, self.rank, signed=True)
+        if self.clip:
+            kept += 2 * shape.batch * shape.kv_heads * shape.value_dim * shape.itemsize
+        return kept
 
     def draws(self, num_heads: int, head_dim: int) -> dict[str, Draw]:
         return {"uniform": Draw("uniform", (num_heads, DRAWS * self.rank, 2))}
@@ -401,7 +399,7 @@ class WildCat(Method):
         numbers = fill(self, {"uniform": tensors.get("uniform")}, x.k, None)["uniform"]
         kind = _ClippedState if self.clip else StreamingState
         compress = partial(_compress, self, x.scale, numbers)
-        return kind(INFO, compress, key, value, scale=scale, enable_gqa=enable_gqa)
+        return kind(INFO, compress, key, value, signed=True, scale=scale, enable_gqa=enable_gqa)
 
 
 class _ClippedState(StreamingState):
