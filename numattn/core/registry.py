@@ -65,8 +65,8 @@ def get(name: str, **options: Any) -> Method:
         TypeError: An option does not exist.
 
     Example:
-        >>> get("nystrom", num_landmarks=32)
-        Nystrom(num_landmarks=32, pinv='ridge', ridge=None, num_iterations=None)
+        >>> get("svd", rank=32)
+        SVD(rank=32, algorithm='auto')
     """
     if name not in _METHODS:
         near = difflib.get_close_matches(name, _METHODS, n=1, cutoff=0.5)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from numattn.core import linalg
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
-from numattn.core.inputs import Inputs, fold, one_of, positive, prepare, unfold
-from numattn.core.linalg import segment_means
+from numattn.core.inputs import Inputs, Unsupported, fold, one_of, positive, prepare, unfold
+from numattn.core.linalg import finite
 from numattn.core.method import Method
+from numattn.core.module import AttentionModule
 from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.engines.lift import lift, split_points
-from numattn.engines.softmax import fused_attention, key_bias, softmax_attention, softmax_partial
+from numattn.engines.softmax import key_bias, softmax_attention, softmax_partial
+from numattn.lowrank.landmarks import (
+    KEYS,
+    LLOYD,
+    PILOTS,
+    RIDGE_STEPS,
+    Given,
+    Landmarks,
+    check_given,
+    find,
+    newton_inverse,
+    ridge_inverse,
+    shrinkage,
+)
 
 INFO = Info(
     name="nystrom",
     family="lowrank",
-    summary="softmax blocks over segment means, joined by a regularised inverse (Nystromformer)",
+    summary="softmax blocks over landmarks, joined by a regularised inverse (Nystromformer)",
     paper="https://arxiv.org/abs/2102.03902",
     complexity="N m (d + e) + m^3",
     budget="num_landmarks",
@@ -32,17 +46,15 @@ INFO = Info(
     causal="lifted",
     mask="padding",
     decode=False,
-    normalised=False,
+    state_tensors=("query_landmarks", "key_landmarks", "conv"),
 )
 
 RIDGE = 0.02  # of pinv="ridge" when none is given
 ITERATIONS = 6  # of pinv="newton" when none is given, as in the paper
+ORDER = 4  # the same
 
-_RIDGE_ORDER = 3
+_NONE = -1e30  # the bias of what does not exist
 _TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
-_KINDS = ("ridge", "exact", "newton")
-
-Inverse = Callable[[Tensor, Tensor], Tensor]  # (A, y) -> A^+ y, (..., m, m), (..., m, E)
 
 
 def nystrom_attention(
@@ -51,9 +63,15 @@ def nystrom_attention(
     value: Tensor,
     *,
     num_landmarks: int = 64,
+    landmarks: Literal["segments", "kmeans"] = "segments",
     pinv: Literal["ridge", "exact", "newton"] = "ridge",
     ridge: float | None = None,
     num_iterations: int | None = None,
+    order: Literal[3, 4] | None = None,
+    guard: bool = True,
+    query_landmarks: Tensor | None = None,
+    key_landmarks: Tensor | None = None,
+    conv: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -61,39 +79,80 @@ def nystrom_attention(
 ) -> Tensor:
     r"""Nystrom approximation of softmax attention (Nystromformer).
 
-    Queries and keys are cut into m consecutive segments, whose means :math:`\tilde q, \tilde k` are
-    the landmarks. With the softmax taken along rows and scale left out,
+    Queries and keys are cut into m groups, whose means :math:`\tilde q, \tilde k` are the
+    landmarks; :math:`n_s` keys are in group s. With the softmax taken along rows, scale left out
+    and :math:`\bar v` the mean of the values,
 
-    .. math:: F = \mathrm{softmax}(q \tilde k^T), \quad A = \mathrm{softmax}(\tilde q \tilde k^T),
-              \quad B = \mathrm{softmax}(\tilde q k^T), \quad \mathrm{out} = F A^+ (B v).
+    .. math:: F = \mathrm{softmax}(q \tilde k^T + \log n), \quad
+              A = \mathrm{softmax}(\tilde q \tilde k^T + \log n), \quad
+              B = \mathrm{softmax}(\tilde q k^T),
+
+    .. math:: \mathrm{out} = \bar v + \alpha\, F A^+ B\, (v - \bar v).
+
+    The paper has :math:`F A^+ B v`, and groups of one size, where log n is a constant and changes
+    nothing. Attention commutes with a shift of the values, and so does the formula where A is
+    inverted exactly; subtracting :math:`\bar v` makes rows sum to one for every inverse.
 
     A is often nearly singular: the plain pseudo-inverse then amplifies what F and B do not share,
     and the output can be wrong by orders of magnitude. ``pinv`` chooses what stands for
     :math:`A^+`; ``"ridge"`` turns each singular value s into
     :math:`s^{-1} (1 - (\rho^2 / (s^2 + \rho^2))^3)`, with :math:`\rho` the fraction ``ridge`` of
     :math:`\sqrt{|A|_1 |A|_\infty} \ge |A|_2`. This is Tikhonov's inverse, iterated three times:
-    s = 10 rho is inverted up to 1e-6.
+    s = 10 rho is inverted up to 1e-6. `nystrom_condition` tells how singular A is.
+
+    No inverse is enough by itself. :math:`F A^+` is a regression on the softmax rows of the
+    landmark queries, and where logits are large these are flatter than the rows of single queries:
+    the regression is used outside of what it has seen. The ``guard`` therefore compares the
+    weights :math:`\hat P` of up to 63 queries with their exact ones P, over up to 512 keys alone,
+    both evenly spaced, and scales what differs from the mean by
+
+    .. math:: \alpha = \min(1, c^2\, |P'| / |\hat P'|), \qquad
+              c = \max(0, \langle \hat P', P' \rangle / (|\hat P'|\, |P'|)),
+
+    primes standing for the difference from equal weights. The factor that fits best has c in place
+    of :math:`c^2`; the other c is for caution, since it is the values that count and the fit does
+    not see them. With up to 63 queries and 512 keys, the weights of a call that is not causal are
+    thus no further from the exact ones than equal weights are, in the Frobenius norm; with more it
+    is an estimate. Exact limits stay exact, with c = 1. All three squares are raised by the
+    precision of the type times that of equal weights, so that :math:`\alpha` is 1, and not 0 / 0,
+    where both vanish.
 
     Causal calls are lifted: the tokens are cut at 512 times a power of two, the later ones attend
     to all of the earlier ones through the landmarks of these, and so on down to blocks of 512
-    tokens, which are exact. Query landmarks of such a block are means of the earlier queries,
-    for a mean of the later ones would let a row see queries after it. Blocks are merged by their
-    mass, taken to be :math:`\sum_s n_s e^{q \cdot \tilde k_s}` with n_s keys in segment s; by
-    Jensen's inequality it is at most the true mass, and it is equal where the keys of every
-    segment coincide. The paper has no causal form: this one is of this library.
+    tokens, which are exact. Query landmarks and the guard's queries come from the earlier tokens,
+    for the later ones would let a row see queries after it. Blocks are merged by their mass, taken
+    to be :math:`\sum_s n_s e^{q \cdot \tilde k_s}`, the denominator of F; by Jensen's inequality
+    it is at most the true mass if every landmark is the mean of its keys, and it is equal where
+    these coincide. The paper has no causal form: this one is of this library.
 
     Args:
         query: (B, H, Nq, D).
         key: (B, Hk, Nk, D).
         value: (B, Hk, Nk, E).
-        num_landmarks: m, positive. Segments differ in length by one token at most; with fewer
-            tokens than m each token is a landmark.
-        pinv: ``"ridge"`` as above, ``"exact"`` (the Moore-Penrose inverse up to the precision of
-            the type) or ``"newton"`` (the paper's fourth-order iteration from
-            :math:`A^T / (|A|_1 |A|_\infty)`, each matrix with its own norms).
+        num_landmarks: m, positive. With fewer tokens than m each token is a landmark.
+        landmarks: What the groups are: ``"segments"``, consecutive tokens, whose lengths differ by
+            one at most, or ``"kmeans"``, clusters of the queries and clusters of the keys, by three
+            iterations from evenly spaced tokens. Groups without a token count for nothing.
+        pinv: ``"ridge"`` as above, ``"exact"`` (Moore-Penrose: singular values below m eps times
+            the largest, eps being the precision of the type, count as zero) or ``"newton"`` (the
+            paper's iteration from :math:`A^T / (|A|_1 |A|_\infty)`, each matrix with its own
+            norms).
         ridge: Of ``"ridge"`` only: from 1e-6 to 1; None is 0.02.
         num_iterations: Of ``"newton"`` only, positive; None is 6, as in the paper. Six have not
             converged, which regularises.
+        order: Of ``"newton"`` only, products of matrices in an iteration: 4 is
+            :math:`Z (13 - AZ (15 - AZ (7 - AZ))) / 4`, as in the paper, and 3 is
+            :math:`Z (3 - AZ (3 - AZ))`. Both converge cubically: :math:`R = I - AZ` becomes
+            :math:`R^3 (3 + R) / 4` or :math:`R^3`. None is 4.
+        guard: Whether to shrink towards the mean as above; False leaves :math:`\alpha` at 1.
+        query_landmarks: :math:`\tilde q`, (H, m, D) or (B, H, m, D); found in the batch when None.
+        key_landmarks: :math:`\tilde k`, (Hk, m, D) or (B, Hk, m, D). The two are given together or
+            not at all; :math:`n_s` is then the number of keys that are nearest to landmark s, of
+            the earlier ones in a causal block, and a landmark that is nearest to none is left out.
+        conv: The paper's skip connection, (H, taps) with an odd number of taps: each query head
+            adds the convolution of its key head's values along the tokens by its own kernel,
+            centred on the row; in a causal call the last tap is on the row and the others on
+            tokens before it. None adds nothing.
         attn_mask: bool key padding (B, 1, 1, Nk), True = attend. Where queries and keys are equally
             many it speaks of both, and padding enters no landmark.
         is_causal: Position i attends to positions j <= i.
@@ -103,22 +162,29 @@ def nystrom_attention(
     Returns:
         (B, H, Nq, E), in the query's type.
 
-    Cost: 2 (Nq + Nk) m (D + E) operations per query head and O(m^3) for the inverse. A causal call
-    takes 2 LEAF (D + E) per row for the exact blocks, LEAF = 512, and about half of the former for
-    each of log2(N / LEAF) levels.
+    Cost: 2 (Nq + Nk) m (D + E) operations per query head and O(m^3) for the inverse; 2 (m + 63) 512
+    (D + 63) for the guard. k-means adds 6 m D per query and per key, given landmarks 2 m D per
+    key, ``conv`` 2 taps E per query. A causal call takes 2 LEAF (D + E) per row for the exact
+    blocks, LEAF = 512, and about half of the former for each of log2(N / LEAF) levels.
 
-    Exact when: every token is a landmark, m >= Nq = Nk, and ``pinv="exact"``; or every segment has
+    Exact when: every token is a landmark, m >= Nq = Nk, and ``pinv="exact"``; or every group has
     equal queries and equal keys and A is inverted exactly. Causal calls are exact up to 512 tokens.
+    With ``conv``, up to what it adds.
 
-    Limits: rows do not sum to one and weights may be negative; no error bound is known. Fails on
-    attention that is far from low rank. ``"exact"`` is for theory: on smooth sequences its error
-    grows without limit as m does. ``"newton"`` amplifies rounding by 3.25 in each iteration where
-    A is singular, so many iterations suit regular matrices only. The products of the inverse are in
-    float64 for ``"ridge"``.
+    Limits: weights may be negative; no error bound is known. Fails on attention that is far from
+    low rank: then the guard leaves little but the mean. :math:`\alpha` is one number for each head,
+    found without the values, and an estimate beyond 63 queries or 512 keys. Without the guard
+    ``"exact"`` is for theory: on smooth sequences its error grows without limit as m does.
+    ``"newton"`` amplifies rounding by 3.25 (order 3: by 3) in each iteration where A is singular,
+    so many iterations suit regular matrices only. The products of the inverse are in float64 for
+    ``"ridge"``. Clusters and counts are constants for autograd. With ``conv`` rows do not sum to
+    one.
 
     Raises:
-        Unsupported: A mask other than key padding.
-        ValueError: ``ridge`` or ``num_iterations`` is given to another ``pinv`` than its own.
+        Unsupported: A mask other than key padding, or ``conv`` with Nq other than Nk.
+        ValueError: ``ridge``, ``num_iterations`` or ``order`` is given to another ``pinv`` than its
+            own, ``landmarks="kmeans"`` comes with given landmarks, only one of the two is given,
+            or the shape of a tensor does not fit.
 
     References:
         Y. Xiong et al., "Nystromformer: A Nystrom-Based Algorithm for Approximating
@@ -128,110 +194,150 @@ def nystrom_attention(
         >>> q, k, v = (torch.randn(1, 2, 100, 8) for _ in range(3))
         >>> nystrom_attention(q, k, v, num_landmarks=10).shape
         torch.Size([1, 2, 100, 8])
+        >>> kernel = torch.zeros(2, 33)
+        >>> nystrom_attention(q, k, v, num_landmarks=10, conv=kernel, is_causal=True).shape
+        torch.Size([1, 2, 100, 8])
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    _check_options(num_landmarks, pinv, ridge, num_iterations)
+    options = Nystrom(num_landmarks, landmarks, pinv, ridge, num_iterations, order, guard)
+    given = check_given(x, num_landmarks, landmarks, query_landmarks, key_landmarks)
+    _check_conv(x, conv)
     if x.empty:
         return x.nothing()
-    inverse = _inverse(pinv, ridge, num_iterations)
-    if is_causal:
-        return x.restore(lift(x, partial(_block, num_landmarks=num_landmarks, inverse=inverse)))
-    kt, y, _, present = _landmarks(x, num_landmarks, inverse)
-    return _softmax(unfold(x.q, x.group), kt, y, x.scale, present).to(x.dtype)
+    out = lift(x, partial(_block, options, given)) if is_causal else _whole(options, given, x)
+    return x.restore(out if conv is None else out + _convolution(x, conv))
 
 
-def _block(q: Tensor, x: Inputs, num_landmarks: int, inverse: Inverse) -> Partial:
+@torch.no_grad()
+def nystrom_condition(
+    query: Tensor,
+    key: Tensor,
+    *,
+    num_landmarks: int = 64,
+    landmarks: Literal["segments", "kmeans"] = "segments",
+    query_landmarks: Tensor | None = None,
+    key_landmarks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    r"""Condition numbers of the landmark matrices A that `nystrom_attention` inverts.
+
+    The largest singular value over the smallest, of the rows and columns whose landmarks exist, in
+    float64. Rounding and all that :math:`F A^+ B` does not share with attention may be amplified
+    by it. ``pinv="exact"`` counts singular values below m eps times the largest as zero, eps being
+    1.2e-7 for half precision and float32: condition numbers above 1 / (m eps) mean that it drops
+    directions, and it amplifies by up to 1 / (m eps). The default, ``pinv="ridge"``, keeps the norm
+    of what stands for :math:`A^+` below 1.01 / rho, whatever the condition number: it amplifies by
+    at most 1.01 / ``ridge``, 51 as it is set.
+
+    Args:
+        query: (B, H, Nq, D).
+        key: (B, Hk, Nk, D).
+        num_landmarks: As in `nystrom_attention`, and so are the others.
+        landmarks: ``"segments"`` or ``"kmeans"``.
+        query_landmarks: (H, m, D) or (B, H, m, D).
+        key_landmarks: (Hk, m, D) or (B, Hk, m, D).
+        attn_mask: bool key padding (B, 1, 1, Nk), True = attend.
+        scale: Factor of the logits, default D ** -0.5.
+        enable_gqa: Allow H to be a multiple of Hk.
+
+    Returns:
+        (B, H), float64, from 1 to infinity; 0 where no landmark exists. Not differentiable.
+
+    Cost: O(m^3) beside the landmarks.
+
+    Raises:
+        Unsupported: A mask other than key padding.
+        ValueError: As in `nystrom_attention`.
+
+    Example:
+        >>> q = k = torch.eye(8)[None, None]
+        >>> print(f"{nystrom_condition(q, k, num_landmarks=8, scale=20.0).item():.4f}")
+        1.0000
+    """
+    x = prepare(INFO, query, key, key, attn_mask, False, scale, enable_gqa)
+    options = Nystrom(num_landmarks, landmarks)
+    given = check_given(x, num_landmarks, landmarks, query_landmarks, key_landmarks)
+    if x.empty:
+        return torch.zeros(query.shape[:2], dtype=torch.float64, device=query.device)
+    x = replace(x, q=x.q.double(), k=x.k.double())
+    found = options.find(x, given)
+    sigma = torch.linalg.svdvals(found.matrix(x.scale))
+    rows, columns = found.exists.sum(-1), (found.bias > _NONE).sum(-1)
+    count = torch.minimum(rows, columns).expand(sigma.shape[:2])[..., None]
+    least = sigma.gather(-1, (count - 1).clamp(min=0))
+    return torch.where(count > 0, sigma[..., :1] / least, 0.0)[..., 0]
+
+
+def _through(options: Nystrom, given: Given | None, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Landmark keys (B, H, m, D), what F weighs (B, H, m, E), and the bias of the keys."""
+    landmarks = options.find(x, given)
+    rows = fold(landmarks.q, x.group)
+    b_v = unfold(_softmax(rows, x.k, x.v, x.scale, key_bias(x.padding, x.k)), x.group)
+    mean = linalg.masked_mean(x.v, x.padding).repeat_interleave(x.group, 1)
+    inverse = options.inverse(landmarks.matrix(x.scale))
+    y = inverse @ (b_v - mean)
+    if options.guard:
+        y = shrinkage(x, landmarks, inverse) * y
+    return landmarks.k, y + mean, landmarks.bias
+
+
+def _block(options: Nystrom, given: Given | None, q: Tensor, x: Inputs) -> Partial:
     """Folded rows `q` attending to all keys of x, whose queries give the query landmarks."""
-    kt, y, counts, present = _landmarks(x, num_landmarks, inverse)
-    counts = counts[..., None].expand(*y.shape[:3], 1)
-    columns = torch.cat([y, counts], -1)  # the sums for the output, and the one for the mass
-    part = softmax_partial(unfold(q, x.group), kt, columns, scale=x.scale, bias=present)
-    mass = fold(part.num[..., -1:], x.group)
-    out = fold(part.out()[..., :-1], x.group)
-    return Partial(out * mass, mass[..., 0], fold(part.shift[..., None], x.group)[..., 0])
+    kt, y, bias = _through(options, given, x)
+    part = softmax_partial(unfold(q, x.group), kt, y, scale=x.scale, bias=bias)
+    den, shift = (fold(t[..., None], x.group)[..., 0] for t in (part.den, part.shift))
+    return Partial(fold(part.num, x.group), den, shift)
 
 
-def _landmarks(
-    x: Inputs, num_landmarks: int, inverse: Inverse
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Landmark keys (B, H, m, D), values A^+ (B v) (B, H, m, E), counts, bias of empty ones."""
-    padding = None if x.query_padding is None else x.padding  # of queries, by position
-    m = min(num_landmarks, max(x.q.shape[2] // x.group, x.k.shape[2]))
-    qt, nq = segment_means(unfold(x.q, x.group), m, padding)  # (B, H, m, D), (B or 1, 1, m)
-    kt, nk = segment_means(x.k, m, x.padding)  # (B, Hk, m, D), (B or 1, 1, m)
-    present = None if m <= x.k.shape[2] and x.padding is None else key_bias(nk > 0, kt)
-    rows = fold(qt, x.group)
-    b_v = _softmax(rows, x.k, x.v, x.scale, key_bias(x.padding, kt))
-    eye = torch.eye(m, dtype=kt.dtype, device=kt.device).expand(*kt.shape[:2], m, m)
-    a, _ = softmax_attention(rows, kt, eye, scale=x.scale, bias=present)
-    a = unfold(a, x.group) * (nq > 0)[..., None]  # (B, H, m, m), zero where a landmark is empty
-    y = inverse(a, unfold(b_v, x.group))
-    return kt.repeat_interleave(x.group, 1), y, nk, present
+def _whole(options: Nystrom, given: Given | None, x: Inputs) -> Tensor:
+    """Every row against every key, (B, Hk, rows, E)."""
+    kt, y, bias = _through(options, given, x)
+    segments = given is None and options.landmarks == "segments"
+    equal = segments and x.padding is None and x.k.shape[2] % kt.shape[2] == 0
+    return fold(_softmax(unfold(x.q, x.group), kt, y, x.scale, None if equal else bias), x.group)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    """Softmax attention, by torch's fused form where that serves."""
-    out = None if bias is not None else fused_attention(q, k, v, is_causal=False, scale=scale)
-    return softmax_attention(q, k, v, scale=scale, bias=bias)[0] if out is None else out
+    """Softmax attention, by torch's fused form where the widths allow."""
+    if q.shape[3] != v.shape[3]:
+        return softmax_attention(q, k, v, scale=scale, bias=bias)[0]
+    if bias is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    # Torch does not promise zeros to rows that may attend to nothing.
+    mask = finite(bias)
+    v = v * (mask.amax(-1) > _NONE)[..., None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[..., None, :], scale=scale)
 
 
-def _inverse(pinv: str, ridge: float | None, num_iterations: int | None) -> Inverse:
-    if pinv == "exact":
-        return lambda a, y: linalg.pinv(a) @ y
-    if pinv == "newton":
-        return partial(_newton, num_iterations=num_iterations or ITERATIONS)
-    return partial(_ridge, ridge=ridge or RIDGE)
+def _convolution(x: Inputs, conv: Tensor) -> Tensor:
+    """Values convolved along the tokens that exist, (B, Hk, rows, E)."""
+    taps = conv.shape[1]
+    before = taps - 1 if x.is_causal else taps // 2
+    compact, place = x.compact()
+    v = compact.v
+    if compact.padding is not None:
+        v = v.masked_fill(~compact.padding[..., None], 0.0)
+    v = F.pad(v, (0, 0, before, taps - 1 - before))
+    out = F.conv2d(v, conv.to(v)[:, None, :, None], groups=v.shape[1])
+    return x.move_back(fold(out, x.group), place)
 
 
-def _ridge(a: Tensor, y: Tensor, ridge: float) -> Tensor:
-    """Iterated Tikhonov: x <- x + (A^T A + rho^2 I)^-1 A^T (y - A x), from zero."""
-    a, b = a.double(), y.double()
-    rho2 = ridge**2 * _norms(a)
-    gram = a.mT @ a + rho2 * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    factor, _ = torch.linalg.cholesky_ex(gram)
-    x = torch.cholesky_solve(a.mT @ b, factor)
-    for _ in range(_RIDGE_ORDER - 1):
-        x = x + torch.cholesky_solve(a.mT @ (b - a @ x), factor)
-    # The solver's result lies by columns, which torch's fused attention does not take.
-    return x.to(y.dtype).contiguous()
-
-
-def _newton(a: Tensor, y: Tensor, num_iterations: int) -> Tensor:
-    """Fourth-order iteration for A^+, which converges since every |A Z_0| <= 1."""
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    z = a.mT / _norms(a)
-    for _ in range(num_iterations):
-        az = a @ z
-        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-    return z @ y
-
-
-def _norms(a: Tensor) -> Tensor:
-    """|A|_1 |A|_inf >= |A|_2^2 of nonnegative matrices, (..., 1, 1); 1 where A is zero."""
-    norms = a.sum(-2).amax(-1) * a.sum(-1).amax(-1)
-    return norms.masked_fill(norms == 0, 1.0)[..., None, None]
-
-
-def _check_options(
-    num_landmarks: int, pinv: str, ridge: float | None, num_iterations: int | None
-) -> None:
-    positive(INFO.name, "num_landmarks", num_landmarks)
-    one_of(INFO.name, "pinv", pinv, _KINDS)
-    for option, given, owner in (
-        ("ridge", ridge, "ridge"),
-        ("num_iterations", num_iterations, "newton"),
-    ):
-        if given is not None and pinv != owner:
-            raise ValueError(
-                f"nystrom: {option} is for pinv={owner!r}; got {option}={given!r} with "
-                f"pinv={pinv!r}. Leave it None."
-            )
-    if ridge is not None and not 1e-6 <= ridge <= 1:
+def _check_conv(x: Inputs, conv: Tensor | None) -> None:
+    if conv is None:
+        return
+    heads = x.shape[1]
+    if conv.dim() != 2 or conv.shape[0] != heads or conv.shape[1] % 2 == 0:
         raise ValueError(
-            f"nystrom: ridge must be from 1e-6 to 1; got {ridge!r}. pinv='exact' does without."
+            f"nystrom: conv must have shape ({heads}, taps), one kernel for each query head with "
+            f"an odd number of taps; got {tuple(conv.shape)}."
         )
-    if num_iterations is not None:
-        positive(INFO.name, "num_iterations", num_iterations)
+    if x.shape[2] != x.k.shape[2]:
+        raise Unsupported(
+            "nystrom: conv runs along the tokens and needs as many queries as keys; got "
+            f"{x.shape[2]} and {x.k.shape[2]}. Call without conv."
+        )
 
 
 @register
@@ -240,17 +346,56 @@ class Nystrom(Method):
     """Options of `nystrom_attention`."""
 
     num_landmarks: int = 64
+    landmarks: Literal["segments", "kmeans"] = "segments"
     pinv: Literal["ridge", "exact", "newton"] = "ridge"
     ridge: float | None = None
     num_iterations: int | None = None
+    order: Literal[3, 4] | None = None
+    guard: bool = True
     info = INFO
     function = staticmethod(nystrom_attention)
 
     def __post_init__(self) -> None:
-        _check_options(self.num_landmarks, self.pinv, self.ridge, self.num_iterations)
+        positive(INFO.name, "num_landmarks", self.num_landmarks)
+        one_of(INFO.name, "landmarks", self.landmarks, ("segments", "kmeans"))
+        one_of(INFO.name, "pinv", self.pinv, ("ridge", "exact", "newton"))
+        for option, owner in (
+            ("ridge", "ridge"),
+            ("num_iterations", "newton"),
+            ("order", "newton"),
+        ):
+            given = getattr(self, option)
+            if given is not None and self.pinv != owner:
+                raise ValueError(
+                    f"nystrom: {option} is for pinv={owner!r}; got {option}={given!r} with "
+                    f"pinv={self.pinv!r}. Leave it None."
+                )
+        if self.ridge is not None and not 1e-6 <= self.ridge <= 1:
+            raise ValueError(
+                f"nystrom: ridge must be from 1e-6 to 1; got {self.ridge!r}. pinv='exact' does "
+                "without."
+            )
+        if self.num_iterations is not None:
+            positive(INFO.name, "num_iterations", self.num_iterations)
+        if self.order not in (None, 3, 4):
+            raise ValueError(f"nystrom: order must be 3 or 4; got {self.order!r}.")
+        if not isinstance(self.guard, bool):
+            raise ValueError(f"nystrom: guard must be True or False; got {self.guard!r}.")
+
+    def find(self, x: Inputs, given: Given | None) -> Landmarks:
+        """Landmarks of a call."""
+        return find(x, self.num_landmarks, self.landmarks, given)
+
+    def inverse(self, a: Tensor) -> Tensor:
+        """What stands for A^+: (..., m, m), of landmark matrices of that shape."""
+        if self.pinv == "exact":
+            return linalg.pinv(a)
+        if self.pinv == "newton":
+            return newton_inverse(a, self.num_iterations or ITERATIONS, self.order or ORDER)
+        return ridge_inverse(a, self.ridge or RIDGE)
 
     def exact_at(self, length: int) -> Nystrom:
-        return replace(self, num_landmarks=length, pinv="exact", ridge=None, num_iterations=None)
+        return Nystrom(length, self.landmarks, pinv="exact", guard=self.guard)
 
     def cost(self, shape: Shape) -> Cost:
         d, e = shape.head_dim, shape.value_dim
@@ -259,16 +404,74 @@ class Nystrom(Method):
         if shape.is_causal:
             leaves, blocks = split_points(shape.keys)
         flops = sum(n * (n + min(n, _TILE)) * (d + e) for n in leaves)
-        flops += sum(self._block_flops(*block, d, e) for block in blocks)
+        flops *= shape.batch * shape.heads
+        flops += sum(self._block_flops(shape, *block) for block in blocks)
         units = min(self.num_landmarks, shape.queries, shape.keys)
-        return Cost(shape.batch * shape.heads * flops, shape.io, None, units=units)
+        return Cost(flops, shape.io, None, units=units)
 
-    def _block_flops(self, rows: int, keys: int, d: int, e: int) -> int:
-        """Products of one block and head; factorisations come on top."""
-        m = min(self.num_landmarks, max(rows, keys))
-        inverse = {
-            "ridge": 2 * m**3 + (4 * _RIDGE_ORDER - 2) * m * m * e,
-            "exact": 4 * m**3 + 2 * m * m * e,
-            "newton": 8 * m**3 * (self.num_iterations or ITERATIONS) + 2 * m * m * e,
-        }[self.pinv]
-        return 2 * (rows + keys) * m * (d + e) + 2 * m * m * (d + m) + inverse
+    def _block_flops(self, shape: Shape, rows: int, keys: int) -> int:
+        """Products of one block; factorisations come on top."""
+        d, e = shape.head_dim, shape.value_dim
+        m, samples = min(self.num_landmarks, max(rows, keys)), keys if shape.is_causal else rows
+        newton = 2 * (self.order or ORDER) * (self.num_iterations or ITERATIONS)
+        flops = {"ridge": 2 + 2 * RIDGE_STEPS, "exact": 4, "newton": newton}[self.pinv] * m**3
+        flops += 2 * (rows + keys) * m * (d + e) + 2 * m * m * (d + e)
+        if self.guard:
+            p, c = min(PILOTS, samples), min(KEYS, keys)
+            flops += 2 * p * m * (d + m + c) + 2 * (m + p) * c * d
+        flops *= shape.heads
+        if self.landmarks == "kmeans":
+            tokens = shape.heads * samples + shape.kv_heads * keys
+            flops += 2 * LLOYD * tokens * m * d
+        return shape.batch * flops
+
+    def module(self, *, num_heads: int, head_dim: int) -> NystromAttention:
+        return NystromAttention(num_heads=num_heads, head_dim=head_dim, **self.options())
+
+
+class NystromAttention(AttentionModule):
+    """`nystrom_attention` with the paper's convolution of the values, which is learned.
+
+    Parameter: ``conv`` (H, conv_size), None where conv_size is. It starts at zero, so that the
+    module starts as `nystrom_attention`.
+    """
+
+    conv: nn.Parameter | None
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_query_heads: int | None = None,
+        conv_size: int | None = 33,
+        **options: Any,
+    ) -> None:
+        """Make the kernels.
+
+        Args:
+            num_heads: Key heads, Hk.
+            head_dim: Width of query and key, D; the kernels are the same for every width.
+            num_query_heads: H, a multiple of Hk; None is Hk.
+            conv_size: Taps of a kernel, odd; None is no convolution.
+            **options: Options of `Nystrom`.
+        """
+        super().__init__()
+        self.options = Nystrom(**options)
+        positive(INFO.name, "num_heads", num_heads)
+        positive(INFO.name, "head_dim", head_dim)
+        heads = num_heads if num_query_heads is None else num_query_heads
+        positive(INFO.name, "num_query_heads", heads)
+        if heads % num_heads:
+            raise ValueError(
+                f"nystrom: num_query_heads must be a multiple of num_heads, {num_heads}; "
+                f"got {heads}."
+            )
+        if conv_size is not None:
+            positive(INFO.name, "conv_size", conv_size)
+            if conv_size % 2 == 0:
+                raise ValueError(f"nystrom: conv_size must be odd; got {conv_size}.")
+        self.conv = None if conv_size is None else nn.Parameter(torch.zeros(heads, conv_size))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.conv is None else {"conv": self.conv}

@@ -122,8 +122,8 @@ def svd_attention(
         return x.nothing()
     outs = []
     for b, h, a in _matrices(x, attn_mask):
-        left, sigma, right = _factors(a, rank, algorithm)
-        out = (left * sigma) @ (right @ x.v[b, h // x.group])
+        left, right = _factors(a, rank, algorithm)
+        out = left @ (right @ x.v[b, h // x.group].to(right))
         # Rows of zeros stay zeros, without rounding.
         outs.append(out.masked_fill(a.empty_rows()[:, None], 0.0))
     return torch.stack(outs).unflatten(0, x.shape[:2]).to(x.dtype)
@@ -164,8 +164,8 @@ def attention_spectrum(
 
     By Eckart and Young the squared error of the best rank-r matrix is what the r largest squared
     singular values leave of the squared Frobenius norm, so no other singular value is needed. The
-    difference is accurate to about 1e-8 of the norm in float64: smaller tails are rounding. A
-    randomised singular value is never above the true one, so its tail is never below the true one.
+    difference is accurate to about 1e-8 of the norm: smaller tails are rounding. A randomised
+    singular value is never above the true one, so its tail is never below the true one.
 
     Args:
         query: (B, H, Nq, D).
@@ -176,12 +176,16 @@ def attention_spectrum(
         is_causal: As in `svd_attention`.
         scale: Factor of the logits, default D ** -0.5.
         enable_gqa: Allow H to be a multiple of Hk.
+
+    Returns:
+        The spectrum, in float64 whatever the type of the inputs.
     """
+    query, key = query.double(), key.double()
     x = prepare(INFO, query, key, key, attn_mask, is_causal, scale, enable_gqa)
     _check_options(rank, algorithm)
     sigmas, norms = [], []
     for _, _, a in _matrices(x, attn_mask):
-        sigmas.append(_factors(a, rank, algorithm)[1])
+        sigmas.append(_factors(a, rank, algorithm)[1].norm(dim=-1))
         norms.append(a.norm())
     sigma, norm = (torch.stack(parts).unflatten(0, x.shape[:2]) for parts in (sigmas, norms))
     return Spectrum(sigma, norm)
@@ -209,16 +213,26 @@ def _matrices(x: Inputs, attn_mask: Tensor | None) -> Iterator[tuple[int, int, W
             )
 
 
-def _factors(a: WeightsOperator, rank: int, algorithm: str) -> tuple[Tensor, Tensor, Tensor]:
-    """U (Nq, r), sigma (r), V^T (r, Nk) of the best rank-r approximation of a."""
+def _factors(a: WeightsOperator, rank: int, algorithm: str) -> tuple[Tensor, Tensor]:
+    """U (Nq, r) and U^T A = Sigma V^T (r, Nk) of the best rank-r approximation of a."""
     width = rank + _OVERSAMPLING
     if algorithm == "dense" or (algorithm == "auto" and _is_dense(a.shape, width)):
-        left, sigma, right = torch.linalg.svd(a.dense(), full_matrices=False)
-    else:
-        basis = _range(a, width)
-        small, sigma, right = torch.linalg.svd(a.transposed(basis).mT, full_matrices=False)
-        left = basis @ small
-    return left[:, :rank], sigma[:rank], right[:rank]
+        matrix = a.dense().double()
+        left = _leading(matrix, rank)
+        return left, left.mT @ matrix
+    basis = _range(a, width)
+    within = a.transposed(basis).mT.double()  # Q^T A
+    small = _leading(within, rank)
+    return basis.double() @ small, small.mT @ within
+
+
+def _leading(matrix: Tensor, rank: int) -> Tensor:
+    """Leading left singular vectors of a float64 matrix (n, M): (n, r).
+
+    They are eigenvectors of its Gram matrix: squaring costs accuracy only among singular values
+    below 1e-8 of the largest.
+    """
+    return torch.linalg.eigh(matrix @ matrix.mT).eigenvectors.flip(-1)[:, :rank]
 
 
 def _is_dense(shape: tuple[int, int], width: int) -> bool:
