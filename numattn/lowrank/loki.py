@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
-from torch.nn import functional as F
 
 from numattn.core.cost import Cost, Shape, visible_pairs
 from numattn.core.info import Info
@@ -51,6 +50,7 @@ INFO = Info(
 
 _LEAST_ROWS = 32  # of a tile: fewer would read the keys too often
 _ORIGINS = ("mean", "first")
+VOTERS = 16  # rows of a tile that choose its keys
 _STRIPS = 16  # of a causal choice at least: one strip computes its whole rectangle
 
 
@@ -92,10 +92,10 @@ def loki_attention(
 
     With ``query_tile`` t > 1, not in the paper, each t consecutive positions of a query head share
     one list of ``num_keys`` keys: those that come nearest to the largest approximate logit of a
-    row, in the row of the tile where they come nearest. Scores and lists then are much cheaper to
-    work with. In a causal call the rows of the tile before choose for a tile, among all keys
-    before it, so that nothing of the future enters; a row also attends to the keys of its own
-    tile up to itself, over and above ``num_keys``.
+    row, in the row where they come nearest, of up to 16 evenly spaced rows of the tile. Scores and
+    lists then are much cheaper to work with. In a causal call the rows of the tile before choose
+    for a tile, among all keys before it, so that nothing of the future enters; a row also attends
+    to the keys of its own tile up to itself, over and above ``num_keys``.
 
     Args:
         query: (B, H, Nq, D).
@@ -125,7 +125,8 @@ def loki_attention(
     2 (Nq + Nk) D r to rotate. With ``query_tile`` = 1 exact logits and values are dense products,
     2 Nq Nk (D + E) more, since gathering keys for every row would be slower for all but the
     smallest ``num_keys``; most of the time goes into the selection. With t > 1 they take
-    2 Nq num_keys (D + E), and the selection a t-th of its time; causal calls add 2 Nq t (D + E).
+    2 Nq num_keys (D + E), the choice 16 / t of its operations where t > 16, and the selection a
+    t-th of its time; causal calls add 2 Nq t (D + E).
     Memory is that of one tile, and of the lists, Nq num_keys / t numbers. A decoding step
     reads r numbers of every key, and the others and the value only of those it keeps.
 
@@ -304,11 +305,10 @@ def _choose(x: Inputs, axes: Tensor, num_keys: int, height: int) -> Tensor:
     """The keys of every tile, int32 (B, H, T, num_keys), -1 after the last."""
     batch, heads, keys, _ = x.k.shape
     low_q, low_k = _project(x, axes)
-    rows = _tiled(low_q, x.group, height).flatten(0, 1)  # (B * Hk, group, T, height, r)
-    low_k, voters = low_k.flatten(0, 1), _voters(x, rows.shape[2], height)
+    rows, low_k = _voters(x, low_q, height).flatten(0, 1), low_k.flatten(0, 1)
     held = x.num_keys.expand(batch, heads).flatten()[:, None]  # (B * Hk, 1)
     tiles, late = rows.shape[2], int(x.is_causal)
-    together, step = _steps(batch * heads, x.group * height, tiles, keys, x.is_causal, x.k.device)
+    together, step = _steps(batch * heads, x.group, height, tiles, keys, late, x.k.device)
     lists = []
     for b0, b1 in spans(batch * heads, together):
         strips = [held.new_full((b1 - b0, x.group, late, num_keys), -1, dtype=torch.int32)]
@@ -318,49 +318,51 @@ def _choose(x: Inputs, axes: Tensor, num_keys: int, height: int) -> Tensor:
                 last = t1 * height
                 seen = seen.clamp(max=height * torch.arange(t0 + 1, t1 + 1, device=seen.device))
             whole = x.padding is None and (not late or t1 - t0 == 1)
-            q, voting = rows[b0:b1, :, t0:t1], voters[b0:b1, t0:t1]
-            score = _votes(q, low_k[b0:b1, :last], voting, None if whole else seen)
+            score = _votes(rows[b0:b1, :, t0:t1], low_k[b0:b1, :last], None if whole else seen)
             strips.append(_lists(score, num_keys))
         lists.append(torch.cat(strips, 2))
     return torch.cat(lists).unflatten(0, (batch, heads)).flatten(1, 2)
 
 
-def _votes(q: Tensor, k: Tensor, voters: Tensor, seen: Tensor | None) -> Tensor:
+def _votes(q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
     """How near each key comes to the largest score of a row, in its nearest row of the tile.
 
     Args:
-        q: (b, group, n, height, r), b of the B * Hk heads.
+        q: (b, group, n, voters, r), b of the B * Hk heads.
         k: (b, m, r).
-        voters: Which rows vote, bool (b, n, height).
         seen: How many of the keys a tile scores, int (b, n or 1); None for all.
 
     Returns:
         (b, group, n, m), at most 0; -inf for a key that is not scored.
     """
-    score = (q.flatten(1, 3) @ k.mT).unflatten(1, q.shape[1:4])  # (b, group, n, height, m)
+    score = (q.flatten(1, 3) @ k.mT).unflatten(1, q.shape[1:4])  # (b, group, n, voters, m)
     if seen is not None:
         unseen = torch.arange(k.shape[1], device=k.device) >= seen[..., None]
         bias = score.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
         score = score.add_(bias[:, None, :, None])
-    peak = finite(score.amax(-1, keepdim=True))
-    return score.sub_(peak.masked_fill_(~voters[:, None, ..., None], torch.inf)).amax(3)
+    return score.sub_(finite(score.amax(-1, keepdim=True))).amax(3)
 
 
-def _tiled(q: Tensor, group: int, height: int) -> Tensor:
-    """Rows (B, Hk, Nq * group, r) as tiles (B, Hk, group, T, height, r), the last filled up."""
-    q = q.unflatten(2, (-1, group)).transpose(2, 3)
-    return F.pad(q, (0, 0, 0, -q.shape[3] % height)).unflatten(3, (-1, height))
+def _voters(x: Inputs, q: Tensor, height: int) -> Tensor:
+    """Rows that vote, evenly spaced among those of their tile that exist and the last of them.
 
+    Args:
+        x: The call, its padding last.
+        q: (B, Hk, Nq * group, r).
+        height: Positions of a tile.
 
-def _voters(x: Inputs, tiles: int, height: int) -> Tensor:
-    """Which rows of the tiles exist, bool (B * Hk, tiles, height)."""
-    batch, heads = x.k.shape[:2]
-    count = x.num_keys
-    if x.query_padding is None:
-        count = torch.full_like(count, x.q.shape[2] // x.group)
-    place = torch.arange(tiles * height, device=count.device).view(tiles, height)
-    voters = place < count[..., None, None]  # (B or 1, 1, tiles, height)
-    return voters.expand(batch, heads, -1, -1).flatten(0, 1)
+    Returns:
+        (B, Hk, group, T, min(VOTERS, height), r).
+    """
+    length, number = q.shape[2] // x.group, min(VOTERS, height)
+    count = torch.full_like(x.num_keys, length) if x.query_padding is None else x.num_keys
+    start = height * torch.arange(-(-length // height), device=q.device)[:, None]  # (T, 1)
+    there = (count[..., None, None] - start).clamp(0, height)  # (B or 1, 1, T, 1)
+    place = torch.arange(1, number + 1, device=q.device) * there
+    place = (start + (place + number - 1) // number - 1).clamp(0, length - 1)
+    member = torch.arange(x.group, device=q.device)[:, None, None]
+    rows = place[:, :, None] * x.group + member  # (B or 1, 1, group, T, number)
+    return take(q, rows.flatten(2)).unflatten(2, rows.shape[2:])
 
 
 def _tile_rows(x: Inputs) -> int:
@@ -371,12 +373,13 @@ def _tile_rows(x: Inputs) -> int:
 
 
 def _steps(
-    heads: int, height: int, tiles: int, keys: int, is_causal: bool, device: torch.device
+    heads: int, group: int, height: int, tiles: int, keys: int, late: int, device: torch.device
 ) -> tuple[int, int]:
-    """Key heads, and tiles of `height` rows, to score together."""
-    together = min(max(tile_elements(device) // (height * keys), 1), heads)
-    step = max(tile_elements(device) // (together * height * keys), 1)
-    return together, min(step, -(-tiles // _STRIPS)) if is_causal else step
+    """Key heads, and tiles of `height` positions, to score together."""
+    rows = group * min(VOTERS, height)
+    together = min(max(tile_elements(device) // (rows * keys), 1), heads)
+    step = max(tile_elements(device) // (together * rows * keys), 1)
+    return together, min(step, -(-tiles // _STRIPS)) if late else step
 
 
 @torch.no_grad()
@@ -501,13 +504,13 @@ class Loki(Method):
         t, heads = self.query_tile, shape.batch * shape.kv_heads
         if not shape.keys or not heads:
             return 0
-        tiles, rows = -(-shape.queries // t), shape.heads // shape.kv_heads * t
+        tiles, group = -(-shape.queries // t), shape.heads // shape.kv_heads
         late, device = int(shape.is_causal), torch.device("cpu")
-        _, step = _steps(heads, rows, tiles, shape.keys, shape.is_causal, device)
+        _, step = _steps(heads, group, t, tiles, shape.keys, late, device)
         each = tiles * shape.keys
         if shape.is_causal:
             each = sum((t1 - t0) * t1 * t for t0, t1 in spans(tiles - late, step))
-        return heads * rows * each
+        return heads * group * min(VOTERS, t) * each
 
     def fit(
         self,

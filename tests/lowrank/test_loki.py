@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numattn import Unsupported, padding_mask
 from numattn.lowrank import loki
-from numattn.lowrank.loki import Loki, LokiAttention, explained_variance, loki_attention
+from numattn.lowrank.loki import VOTERS, Loki, LokiAttention, explained_variance, loki_attention
 from numattn.sparse import topk_attention
 from numattn.testing import Subject, make_qkv, reference, reference_weights
 
@@ -73,7 +73,9 @@ def tiles_by_loop(q, k, v, basis, num_keys, rank, height, is_causal):
         exact = q[b, h] @ k[b, g].T * scale
         begin, end = t * height, min((t + 1) * height, q.shape[2])
         seen = range(begin if is_causal else length)
-        voters = range(begin - height, begin) if is_causal else range(begin, end)
+        first, past = (begin - height, begin) if is_causal else (begin, end)
+        number = min(VOTERS, height)
+        voters = {first + math.ceil(n * (past - first) / number) - 1 for n in range(1, number + 1)}
         kept = []
         if seen:
             vote = [max(float(score[i, j] - score[i, seen].max()) for i in voters) for j in seen]
