@@ -107,11 +107,10 @@ def thin(
         level: int (B or 1, 1), how often the keys were halved before; None if never.
 
     Returns:
-        index: int (B, Hk, r), the keys that are kept, in order.
-        exists: bool (B, Hk, r), whether there is a key at all; None if there always is. Out of n
-            keys there are n / 2^h, one more or less: empty places are at the end.
-        h: int (B or 1, 1), halvings, the least with n <= 2^h m. Every key is kept with probability
-            2^-h.
+        The keys that are kept, in order, int (B, Hk, r); whether there is a key at all, bool
+        (B, Hk, r), or None if there always is; and h, the halvings, int (B or 1, 1). h is the least
+        with n <= 2^h m, every key is kept with probability 2^-h, and n / 2^h are, one more or less:
+        empty places are at the end.
     """
     batch, heads, length, _ = k.shape
     place = torch.arange(length, device=k.device)

@@ -84,10 +84,10 @@ def svd_attention(
     Returns:
         (B, H, Nq, E), in the query's type.
 
-    Cost: Dense: 2 Nq Nk D + 2 r E (Nq + Nk) operations per query head for the products, and the
-    factorisation on top, about 20 N^3, in the memory of a few Nq x Nk matrices, one head at a time.
-    Randomised: six products with A of r + 10 columns, 2 Nq Nk (D + r + 10) each, and memory that
-    grows with (Nq + Nk) r.
+    Cost: Dense: 2 Nq Nk (D + Nq + r) + 2 r E (Nq + Nk) operations per query head for the products,
+    and an eigendecomposition of an Nq x Nq matrix on top, in float64 and the memory of a few
+    matrices, one head at a time. Randomised: six products with A of r + 10 columns, 2 Nq Nk (D + r
+    + 10) each, and memory that grows with (Nq + Nk) r.
 
     Exact when: r >= min(Nq, Nk), or A has rank r.
 
@@ -280,7 +280,7 @@ class SVD(Method):
         weights = shape.rows * shape.keys * max(shape.itemsize, 4)
         size = (shape.queries, shape.keys)
         if self.algorithm == "dense" or (self.algorithm == "auto" and _is_dense(size, width)):
-            flops += pairs * shape.head_dim
+            flops += pairs * (shape.head_dim + shape.queries + r)
             return Cost(flops, shape.io + 2 * weights, None, units=r)
         width = min(width, *size)
         flops += (2 + 2 * _POWER_STEPS) * pairs * (shape.head_dim + width)
