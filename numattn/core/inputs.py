@@ -97,6 +97,16 @@ class Inputs:
         rows = (order[..., None] * self.group + member).flatten(2)
         return replace(moved, q=take(self.q, rows)), rows.argsort(dim=-1)
 
+    def joined(self) -> Inputs:
+        """The whole batch as one sequence, without a mask, for statistics over all of it."""
+        q, k, v = (t.transpose(0, 1).flatten(1, 2)[None] for t in (self.q, self.k, self.v))
+        padding = self.padding
+        if padding is not None:
+            padding = padding.expand(len(self.k), -1, -1).transpose(0, 1).flatten(1)[None]
+        batch, heads, queries, width = self.shape
+        shape = (1, heads, batch * queries, width)
+        return replace(self, q=q, k=k, v=v, padding=padding, mask=None, shape=shape)
+
     def nothing(self) -> Tensor:
         """The output when nothing can be attended to: zeros that keep the graph connected."""
         zero = self.q[..., :0].sum() + self.k[..., :0].sum() + self.v[..., :0].sum()

@@ -215,7 +215,7 @@ def eigen_ranks(
     """
     if isinstance(energy, bool) or not isinstance(energy, (int, float)) or not 0 < energy <= 1:
         raise ValueError(f"eigen: energy must be a number in (0, 1]; got {energy!r}.")
-    x = _joined(prepare(INFO, query, key, value, attn_mask, False, None, enable_gqa))
+    x = prepare(INFO, query, key, value, attn_mask, False, None, enable_gqa).joined()
     options = Eigen(weighting=weighting, center=center)
     keys, values = _key_spectrum(options, x)[0], _value_spectrum(options, x)[0]
     return _least_rank(keys, energy), _least_rank(values, energy)
@@ -349,15 +349,6 @@ def _eigen(a: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, falling and not negative, and eigenvectors of symmetric a (..., D, D)."""
     values, vectors = torch.linalg.eigh(a)
     return values.flip(-1).clamp(min=0.0), vectors.flip(-1)
-
-
-def _joined(x: Inputs) -> Inputs:
-    """The whole batch as one sequence."""
-    q, k, v = (t.transpose(0, 1).flatten(1, 2)[None] for t in (x.q, x.k, x.v))
-    padding = x.padding
-    if padding is not None:
-        padding = padding.expand(len(x.k), -1, -1).transpose(0, 1).flatten(1)[None]
-    return replace(x, q=q, k=k, v=v, padding=padding)
 
 
 def _given(
@@ -554,7 +545,7 @@ class EigenAttention(AttentionModule):
 
         The whole batch is one sample. ``attn_mask`` as in a call; padding moves nothing.
         """
-        x = _joined(prepare(INFO, query, key, value, attn_mask, False, None, enable_gqa))
+        x = prepare(INFO, query, key, value, attn_mask, False, None, enable_gqa).joined()
         for name, tensor in _fit(self.options, x).tensors().items():
             setattr(self, name, tensor[0].to(self.key_basis))
 

@@ -410,12 +410,10 @@ def _pooled(key: Tensor, attn_mask: Tensor | None, origin: str) -> Tensor:
             "loki: a sample takes bool key padding of shape (B, 1, 1, N) for attn_mask; other "
             "masks do not say which keys exist."
         )
-    k, padding = x.k, x.padding
     if origin == "first":
-        return _moment(k, padding, origin).sum(0, keepdim=True)
-    if padding is not None:
-        padding = padding.expand(len(key), -1, -1).transpose(0, 1).flatten(1)[None]
-    return _moment(k.transpose(0, 1).flatten(1, 2)[None], padding, origin)
+        return _moment(x.k, x.padding, origin).sum(0, keepdim=True)
+    x = x.joined()
+    return _moment(x.k, x.padding, origin)
 
 
 def _axes(moment: Tensor) -> Tensor:

@@ -597,10 +597,7 @@ class RoutingAttention(AttentionModule):
     ) -> tuple[Tensor, Tensor | None]:
         """`_directions` of the whole batch as one sequence."""
         x = prepare(INFO, query, key, key, attn_mask, False, None, enable_gqa)
-        tokens, padding = _directions(x)
-        if padding is not None:
-            padding = padding.expand(len(tokens), -1, -1).transpose(0, 1).flatten(1)[None]
-        return tokens.transpose(0, 1).flatten(1, 2)[None], padding
+        return _directions(x.joined())
 
     def tensors(self) -> dict[str, Tensor]:
         return {"centroids": self.centroids}

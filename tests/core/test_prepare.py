@@ -16,6 +16,7 @@ from numattn.core.inputs import (
     prepare,
     unfold,
 )
+from numattn.core.masks import padding_mask
 from numattn.testing import make_qkv
 
 FULL = Info(
@@ -280,3 +281,17 @@ def test_compact_leaves_the_queries_of_other_sequences_alone():
     assert torch.equal(y.k[0, 0, :2], k[0, 0, 1:])
     plain = prepare(FULL, q, q, q, None, False, None, False)
     assert plain.compact() == (plain, None)
+
+
+def test_a_joined_batch_is_one_sequence():
+    q, k, v = make_qkv(5, group=2)
+    mask = padding_mask(torch.tensor([2, 5]))
+    for attn_mask in (None, mask):
+        x = prepare(FULL, q, k, v, attn_mask, False, None, True)
+        one = x.joined()
+        assert one.q.shape == (1, 3, 2 * 5 * 2, 8)
+        assert one.shape == (1, 6, 10, 5)
+        for mine, whole in ((one.q, x.q), (one.k, x.k), (one.v, x.v)):
+            assert torch.equal(mine[0], torch.cat([whole[0], whole[1]], 1))
+    assert torch.equal(one.padding[0, 0], mask.flatten())
+    assert torch.equal(one.query_padding[0, 0], mask.flatten().repeat_interleave(2))
