@@ -68,7 +68,7 @@ def main() -> None:
     names = args.methods or [m.info.name for m in numattn.methods() if not m.info.oracle]
     print(f"{'MB above the inputs':32}" + "".join(f"{n:>9}" for n in lengths))
     for name in names:
-        for is_causal in (False, True):
+        for is_causal in (False, True) if numattn.get(name).info.causal != "no" else (False,):
             for backward in (False, True) if numattn.get(name).info.differentiable else (False,):
                 label = f"{name}{' causal' * is_causal}{' backward' if backward else ' forward'}"
                 peaks = [in_process(name, n, is_causal, backward) for n in lengths]
