@@ -1,7 +1,16 @@
 """Kernel attention: feature maps whose inner products stand in for the exponential."""
 
+from numattn.kernel.cosformer import CosFormer as CosFormer
+from numattn.kernel.cosformer import cosformer_attention as cosformer_attention
+from numattn.kernel.features import FeatureMap as FeatureMap
+from numattn.kernel.hedgehog import Hedgehog as Hedgehog
+from numattn.kernel.hedgehog import HedgehogAttention as HedgehogAttention
+from numattn.kernel.hedgehog import hedgehog_attention as hedgehog_attention
 from numattn.kernel.linear import Linear as Linear
 from numattn.kernel.linear import linear_attention as linear_attention
 from numattn.kernel.performer import Performer as Performer
 from numattn.kernel.performer import PerformerAttention as PerformerAttention
 from numattn.kernel.performer import performer_attention as performer_attention
+from numattn.kernel.rfa import RFA as RFA
+from numattn.kernel.rfa import RFAAttention as RFAAttention
+from numattn.kernel.rfa import rfa_attention as rfa_attention

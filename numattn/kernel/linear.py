@@ -1,23 +1,25 @@
-"""The linear transformer: softmax replaced by the inner product of elu(x) + 1 features."""
+"""The linear transformer: softmax replaced by the inner product of fixed features."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
-from numattn.core.inputs import prepare
+from numattn.core.inputs import one_of, prepare
 from numattn.core.method import Method
 from numattn.core.registry import register
 from numattn.core.state import State
 from numattn.engines import linear as engine
+from numattn.kernel.features import MAPS
 
 INFO = Info(
     name="linear",
     family="kernel",
-    summary="the linear transformer: the kernel phi(q) . phi(k) with phi(x) = elu(x) + 1",
+    summary="the linear transformer: the kernel phi(q) . phi(k), by default with phi = elu + 1",
     paper="https://arxiv.org/abs/2006.16236",
     complexity="N d e",
     budget=None,
@@ -33,6 +35,7 @@ def linear_attention(
     key: Tensor,
     value: Tensor,
     *,
+    feature_map: Literal["elu", "relu", "squared_relu", "softmax", "identity"] = "elu",
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -40,20 +43,31 @@ def linear_attention(
 ) -> Tensor:
     r"""Attention of the linear transformer.
 
-    The exponential of softmax gives way to an inner product of positive features,
+    The exponential of softmax gives way to an inner product of features,
 
     .. math:: o_i = \frac{\sum_j \left(\phi(q_i) \cdot \phi(k_j)\right) v_j}
-                         {\sum_j \phi(q_i) \cdot \phi(k_j)}, \qquad
-              \phi(x) = \mathrm{elu}(x) + 1 = e^{\min(x, 0)} + \max(x, 0),
+                         {\sum_j \phi(q_i) \cdot \phi(k_j)},
 
-    so the sums over keys are taken once for all queries. The second form of :math:`\phi` is the
-    one computed: :math:`\mathrm{elu}(x) + 1` rounds to zero where x is very negative. Nothing is
-    added to the denominator; the authors' code adds 1e-6, which shrinks rows of small features.
+    so the sums over keys are taken once for all queries. Nothing is added to the denominator and
+    nothing is clamped. `feature_map` names :math:`\phi`:
+
+    - ``"elu"``: :math:`\mathrm{elu}(x) + 1 = e^{\min(x, 0)} + \max(x, 0)`, positive. The second
+      form is computed, for the first rounds to zero where x is very negative. A row whose
+      products all underflow gives zeros.
+    - ``"relu"``: :math:`\max(x, 0)`. A query whose positive entries meet no positive entry of a
+      key has no weight anywhere and gives zeros; so does one without positive entries.
+    - ``"squared_relu"``: :math:`\max(x, 0)^2`, sharper; the same rows give zeros.
+    - ``"softmax"``: :math:`e^{x_r} / \sum_s e^{x_s}`, over the features of one token, positive.
+      Computed from logarithms, it neither overflows nor underflows.
+    - ``"identity"``: :math:`x`, so that the weights are :math:`q_i \cdot k_j`, of both signs. The
+      output is no average: where the weights nearly cancel, it grows without bound. The denominator
+      may be negative; a row in which it is exactly zero is not divided.
 
     Args:
         query: (B, H, Nq, D).
         key: (B, Hk, Nk, D).
         value: (B, Hk, Nk, E).
+        feature_map: What :math:`\phi` is, as above; D features each.
         attn_mask: bool key padding (B, 1, 1, Nk), True = attend.
         is_causal: Position i attends to positions j <= i.
         scale: Must be None: the kernel has no logits to scale.
@@ -69,11 +83,13 @@ def linear_attention(
     agree to rounding. It does not converge to softmax.
 
     Limits: no approximation of softmax: in the place of a trained softmax layer it is another
-    model, which has to be trained. The weights have rank D at most and cannot be sharp. A row
-    all of whose products underflow has no weights and gives zeros.
+    model, which has to be trained. The weights have rank D at most and cannot be sharp. The
+    authors' code adds 1e-6 to the denominator, which shrinks rows of small features; there is no
+    such term here. With ``"identity"`` rounding is magnified by as much as the weights cancel.
 
     Raises:
         Unsupported: A scale, or a mask other than key padding.
+        ValueError: A feature map that does not exist.
 
     References:
         A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with
@@ -85,46 +101,49 @@ def linear_attention(
         >>> v = torch.tensor([1.0, 2.0, 6.0]).reshape(1, 1, 3, 1)
         >>> linear_attention(q, k, v, is_causal=True).flatten()
         tensor([1.0000, 1.5000, 3.0000])
+        >>> linear_attention(q, k, v, feature_map="relu").flatten()
+        tensor([0., 0., 0.])
     """
     x = prepare(INFO, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    one_of(INFO.name, "feature_map", feature_map, tuple(MAPS))
     if x.empty:
         return x.nothing()
+    phi = MAPS[feature_map]
     out = engine.linear_attention(
         x.q,
         x.k,
         x.v,
-        _features,
-        _features,
-        log=False,
+        phi,
+        phi,
+        log=phi.log,
         is_causal=is_causal,
         padding=x.padding,
         group=x.group,
-        num_features=x.q.shape[-1],
+        num_features=phi.dimension(x.q.shape[-1]),
     )
     return x.restore(out)
-
-
-def _features(x: Tensor) -> Tensor:
-    """elu(x) + 1, to full relative accuracy and with slope 1 at zero; (..., D) -> (..., D)."""
-    return x.clamp(max=0).exp() + x.relu()
 
 
 @register
 @dataclass(frozen=True)
 class Linear(Method):
-    """Options of `linear_attention`: none."""
+    """Options of `linear_attention`."""
 
+    feature_map: Literal["elu", "relu", "squared_relu", "softmax", "identity"] = "elu"
     info = INFO
     function = staticmethod(linear_attention)
 
+    def __post_init__(self) -> None:
+        one_of(INFO.name, "feature_map", self.feature_map, tuple(MAPS))
+
     def cost(self, shape: Shape) -> Cost:
-        d, e = shape.head_dim, shape.value_dim
+        m, e = MAPS[self.feature_map].dimension(shape.head_dim), shape.value_dim
         keys = shape.batch * shape.kv_heads * shape.keys
-        flops = 2 * (shape.rows * d * (e + 1) + keys * d * e)
+        flops = 2 * (shape.rows * m * (e + 1) + keys * m * e)
         if shape.is_causal:
-            flops += 2 * shape.rows * min(engine.CHUNK, shape.keys) * (d + e)
-        cache = shape.batch * shape.kv_heads * d * (e + 2) * max(shape.itemsize, 4)
-        return Cost(flops, shape.io, cache, units=d)
+            flops += 2 * shape.rows * min(engine.CHUNK, shape.keys) * (m + e)
+        cache = shape.batch * shape.kv_heads * m * (e + 2) * max(shape.itemsize, 4)
+        return Cost(flops, shape.io, cache, units=m)
 
     def state(
         self,
@@ -137,6 +156,6 @@ class Linear(Method):
     ) -> State:
         self.refuse(tensors)
         prepare(INFO, key, key, value, None, False, scale, enable_gqa)
-        return engine.SlotsState(
-            key, value, _features, _features, log=False, num_slots=key.shape[3]
-        )
+        phi = MAPS[self.feature_map]
+        num_slots = phi.dimension(key.shape[3])
+        return engine.SlotsState(key, value, phi, phi, log=phi.log, num_slots=num_slots)

@@ -136,6 +136,63 @@ def test_forms_and_their_gradients_are_the_dense_ones(is_causal, log, group, pad
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def scan_features(kind, m):
+    """Features of tokens of width 10, positive, signed or as logarithms."""
+    omega = torch.randn(10, m, generator=torch.Generator().manual_seed(m), dtype=F64) / 10**0.5
+    plain = {
+        "positive": lambda x: (x @ omega).exp(),
+        "log": lambda x: (x @ omega).exp(),
+        "signed": lambda x: x @ omega + 0.7,  # products of both signs, sums away from zero
+    }[kind]
+    return plain, (lambda x: x @ omega) if kind == "log" else plain
+
+
+@pytest.mark.parametrize("kind", ["positive", "log", "signed"])
+@pytest.mark.parametrize(
+    ("length", "m", "width", "group"),
+    [
+        (1, 16, 3, 2),
+        (63, 256, 5, 1),
+        (64, 60, 24, 2),
+        (65, 100, 7, 1),
+        (781, 64, 5, 2),
+        (1334, 16, 12, 1),
+        (1334, 100, 3, 1),
+    ],
+)
+def test_causal_scan_and_its_gradients_are_the_masked_kernel(kind, length, m, width, group):
+    """Tokens, features and values of three widths, at lengths around and off those of chunks."""
+    source = torch.Generator().manual_seed(length)
+    q = torch.randn(1, 2, length * group, 10, generator=source, dtype=F64)
+    k = torch.randn(1, 2, length, 10, generator=source, dtype=F64)
+    v = torch.randn(1, 2, length, width, generator=source, dtype=F64)
+    weight = torch.randn(1, 2, length * group, width, generator=source, dtype=F64)
+    plain, given_form = scan_features(kind, m)
+    if kind == "signed":
+        pairs = plain(q) @ plain(k).mT
+        assert length == 1 or ((pairs < 0).any() and (pairs > 0).any())
+    found = []
+    for form in ("engine", "dense"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if form == "engine":
+            out = engine.linear_attention(
+                *leaves,
+                given_form,
+                given_form,
+                log=kind == "log",
+                is_causal=True,
+                group=group,
+                num_features=m,
+            )
+        else:
+            features = [plain(x) for x in leaves[:2]]
+            out = quotient(*dense(*features, leaves[2], is_causal=True, group=group))
+        found.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
+    for ours, theirs in zip(*found, strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 * max(1.0, scale))
+
+
 def test_lengths_at_the_edges_of_chunks():
     for length in (1, engine.CHUNK - 1, engine.CHUNK, engine.CHUNK + 1, 3 * engine.CHUNK):
         fq, fk, v = tokens(length, length)
