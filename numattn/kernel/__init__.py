@@ -6,11 +6,16 @@ from numattn.kernel.features import FeatureMap as FeatureMap
 from numattn.kernel.hedgehog import Hedgehog as Hedgehog
 from numattn.kernel.hedgehog import HedgehogAttention as HedgehogAttention
 from numattn.kernel.hedgehog import hedgehog_attention as hedgehog_attention
+from numattn.kernel.levattention import LevAttention as LevAttention
+from numattn.kernel.levattention import levattention_attention as levattention_attention
+from numattn.kernel.levattention import leverage_scores as leverage_scores
 from numattn.kernel.linear import Linear as Linear
 from numattn.kernel.linear import linear_attention as linear_attention
 from numattn.kernel.performer import Performer as Performer
 from numattn.kernel.performer import PerformerAttention as PerformerAttention
 from numattn.kernel.performer import performer_attention as performer_attention
+from numattn.kernel.polynomial import Polynomial as Polynomial
+from numattn.kernel.polynomial import polynomial_attention as polynomial_attention
 from numattn.kernel.rfa import RFA as RFA
 from numattn.kernel.rfa import RFAAttention as RFAAttention
 from numattn.kernel.rfa import rfa_attention as rfa_attention
