@@ -19,3 +19,6 @@ from numattn.kernel.polynomial import polynomial_attention as polynomial_attenti
 from numattn.kernel.rfa import RFA as RFA
 from numattn.kernel.rfa import RFAAttention as RFAAttention
 from numattn.kernel.rfa import rfa_attention as rfa_attention
+from numattn.kernel.taylor import Taylor as Taylor
+from numattn.kernel.taylor import TaylorAttention as TaylorAttention
+from numattn.kernel.taylor import taylor_attention as taylor_attention
