@@ -13,6 +13,7 @@ from numattn.kernel.linear import Linear as Linear
 from numattn.kernel.linear import linear_attention as linear_attention
 from numattn.kernel.performer import Performer as Performer
 from numattn.kernel.performer import PerformerAttention as PerformerAttention
+from numattn.kernel.performer import expected_error as expected_error
 from numattn.kernel.performer import performer_attention as performer_attention
 from numattn.kernel.polynomial import Polynomial as Polynomial
 from numattn.kernel.polynomial import polynomial_attention as polynomial_attention
