@@ -17,6 +17,9 @@ from numattn.kernel.performer import expected_error as expected_error
 from numattn.kernel.performer import performer_attention as performer_attention
 from numattn.kernel.polynomial import Polynomial as Polynomial
 from numattn.kernel.polynomial import polynomial_attention as polynomial_attention
+from numattn.kernel.polysketch import PolySketch as PolySketch
+from numattn.kernel.polysketch import PolySketchAttention as PolySketchAttention
+from numattn.kernel.polysketch import polysketch_attention as polysketch_attention
 from numattn.kernel.rfa import RFA as RFA
 from numattn.kernel.rfa import RFAAttention as RFAAttention
 from numattn.kernel.rfa import rfa_attention as rfa_attention
