@@ -13,6 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 _LOG2E = 1 / math.log(2)
 
+# Least second moment of the queries in a direction, in means over all directions: then their map
+# is finite and serves queries in directions that the sample does not have.
+_FLOOR = 1e-8
+
 
 def draw(
     shape: tuple[int, ...],
@@ -62,6 +66,33 @@ def pinv(a: Tensor) -> Tensor:
         return torch.linalg.pinv(a, rtol=rtol)
     b = a.double()
     return (torch.linalg.pinv(b.mT @ b, rtol=rtol**2, hermitian=True) @ b.mT).to(a.dtype)
+
+
+def falling_eigh(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, falling and not negative, and eigenvectors of semidefinite a (..., D, D)."""
+    values, vectors = torch.linalg.eigh(a)
+    return values.flip(-1).clamp(min=0.0), vectors.flip(-1)
+
+
+def best_logits(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maps of queries and keys whose r leading columns give the best logits of rank r, for every r.
+
+    With Q^T Q = W W^T, and U the eigenvectors of W^T K^T K W by falling eigenvalues, the maps are
+    A = W^-T U and B = W U: Q A_r (K B_r)^T is the truncated SVD of Q K^T.
+
+    Args:
+        queries: Q^T Q, float64 (..., D, D).
+        keys: K^T K, float64 (..., D, D).
+
+    Returns:
+        The squared singular values of Q K^T, to a factor, falling (..., D); A and B (..., D, D).
+    """
+    size = queries.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    moments, axes = falling_eigh(queries / torch.where(size > 0, size, 1.0))
+    root = moments.clamp(min=_FLOOR).sqrt()[..., None, :]
+    half = axes * root  # W, to a factor
+    energies, leading = falling_eigh(half.mT @ keys @ half)
+    return energies, (axes / root) @ leading, half @ leading
 
 
 def segment_means(x: Tensor, num_segments: int, padding: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -204,6 +235,12 @@ def _restart(x: Tensor, means: Tensor, counts: Tensor, distance: Tensor) -> Tens
     useful = far.values.gather(2, rank) > 0
     spare = spare.masked_fill(~useful[..., None], torch.nan)
     return torch.where(empty[..., None], spare, means)
+
+
+def existing(x: Tensor, padding: Tensor | None) -> Tensor:
+    """Tokens (B, H, N, D) in float64, zeros where bool padding (B or 1, 1, N) is False."""
+    x = x.double()
+    return x if padding is None else x.masked_fill(~padding[..., None], 0.0)
 
 
 def masked_mean(x: Tensor, padding: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from numattn.core.inputs import Inputs, prepare
 from numattn.core.linalg import finite
 from numattn.core.partial import Partial
 from numattn.core.state import Buffer, State
-from numattn.engines.softmax import key_bias, softmax_partial
+from numattn.engines.softmax import ROWS, key_bias, softmax_partial
 from numattn.engines.tiles import spans
 
 Block = Callable[[Tensor, Inputs], Partial]
@@ -99,6 +99,14 @@ def split_points(length: int, leaf: int = LEAF) -> tuple[list[int], list[tuple[i
     leaves1, blocks1 = split_points(cut, leaf)
     leaves2, blocks2 = split_points(length - cut, leaf)
     return leaves1 + leaves2, [*blocks1, *blocks2, (length - cut, cut)]
+
+
+def leaf_flops(leaves: list[int], width: int) -> int:
+    """Operations of one head in exact leaves of these sizes, for keys and values `width` wide.
+
+    Tiles of rows are computed whole where the diagonal crosses them.
+    """
+    return sum(n * (n + min(n, ROWS)) * width for n in leaves)
 
 
 @dataclass(frozen=True)

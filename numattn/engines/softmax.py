@@ -16,7 +16,7 @@ from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.engines.tiles import recompute, spans, tile_elements
 
-_ROWS = 256  # query rows of a tile: enough for a matrix product to run at full speed
+ROWS = 256  # query rows of a tile: enough for a matrix product to run at full speed
 
 
 def softmax_attention(
@@ -75,7 +75,7 @@ def softmax_partial(
     ``first`` is the position of row 0 counted from key 0, when causal.
     """
     batch, heads, rows, _ = q.shape
-    tall = min(max(rows, 1), _ROWS * group)
+    tall = min(max(rows, 1), ROWS * group)
     wide = max(tile_elements(q.device) // (max(batch * heads, 1) * tall), 64)
     parts = []
     for r0, r1 in spans(rows, tall):

@@ -77,7 +77,7 @@ def hedgehog_attention(
     Returns:
         (B, H, Nq, E), in the query's type; zeros for a query that may attend to nothing.
 
-    Cost: 2 N D^2 operations for the maps of queries and of keys, and 4 N D E to use the 2 D
+    Cost: for queries and for keys each, 2 N D^2 operations for the map and 4 N D E to use the 2 D
     features; causal adds 2 N CHUNK (2 D + E). Decoding keeps 2 D (E + 2) numbers per key head.
 
     Exact when: always; the formula is the definition, and whole, causal and step-by-step calls

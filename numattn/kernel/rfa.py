@@ -85,10 +85,11 @@ def rfa_attention(
 
     Limits: the target is attention by cosines, not the softmax of a trained layer, which looks at
     norms: in its place it is another model, to be trained. The variance of one weight is
-    :math:`(1 - \kappa^2)^2 / m` with the kernel :math:`\kappa`, as large for far pairs as for
-    near ones. Features are signed, so estimated weights of far keys are of either sign; where
-    :math:`\kappa` is small nearly everywhere, as for small sigma, the denominator may be small or
-    negative. It is divided by as it is. A vector of zeros stays zero. The gate of the paper, which
+    :math:`(1 - \kappa^2)^2 / m` with the kernel :math:`\kappa`: the largest for far pairs, whose
+    weights are the smallest. Features are signed, so estimated weights of far keys are of either
+    sign; where :math:`\kappa` is small nearly everywhere, as for small sigma, the denominator may
+    be small or negative. It is divided by as it is. A vector of zeros stays zero. The gate of the
+    paper, which
     forgets, is not included.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, Unsupported, positive, prepare
-from numattn.core.linalg import draw
+from numattn.core.linalg import best_logits, draw, existing
 from numattn.core.method import Method
 from numattn.core.module import AttentionModule
 from numattn.core.registry import register
@@ -32,10 +32,6 @@ INFO = Info(
     fits_causal=True,
     state_tensors=("query_projection", "key_projection", "key_mean"),
 )
-
-# Least second moment of the queries in a direction, in means over all directions. Where the sample
-# has no queries, projected keys then stay of a size that float32 can hold.
-_FLOOR = 1e-8
 
 
 def taylor_attention(
@@ -243,35 +239,16 @@ def _fit(options: Taylor, x: Inputs, given: dict[str, Tensor]) -> dict[str, Tens
     """What is given, and what is missing of each sequence and key head in float64."""
     missing = _missing(options, x.k.shape[3], given)
     tensors = {name: tensor.double() for name, tensor in given.items()}
-    q, k = _existing(x.q, x.query_padding), _existing(x.k, x.padding)
+    q, k = existing(x.q, x.query_padding), existing(x.k, x.padding)
     if "key_mean" in missing:
         tensors["key_mean"] = k.sum(2) / x.num_keys.clamp(min=1)[..., None]
     if "key_projection" in missing:
         mean = tensors.get("key_mean")
-        k = k if mean is None else _existing(k - mean[..., None, :], x.padding)
-        a, b = _best_projections(q, k, options.width(k.shape[3]))
-        tensors |= {"query_projection": a, "key_projection": b}
+        k = k if mean is None else existing(k - mean[..., None, :], x.padding)
+        _, a, b = best_logits(q.mT @ q, k.mT @ k)
+        width = options.width(k.shape[3])
+        tensors |= {"query_projection": a[..., :width], "key_projection": b[..., :width]}
     return tensors
-
-
-def _best_projections(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """A and B (B, Hk, D, width) such that Q A (K B)^T is the truncated SVD of Q K^T.
-
-    With Q^T Q = W W^T, and U the leading eigenvectors of W^T K^T K W, they are W^-T U and W U.
-    """
-    moment = q.mT @ q
-    size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    values, axes = torch.linalg.eigh(moment / torch.where(size > 0, size, 1.0))
-    root = values.clamp(min=_FLOOR).sqrt()[..., None, :]
-    half = axes * root  # W, to a factor
-    leading = torch.linalg.eigh(half.mT @ (k.mT @ k) @ half).eigenvectors[..., -width:]
-    return (axes / root) @ leading, half @ leading
-
-
-def _existing(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """Tokens (B, Hk, N, D) in float64, zeros where none exists."""
-    tokens = tokens.double()
-    return tokens if padding is None else tokens.masked_fill(~padding[..., None], 0.0)
 
 
 @register

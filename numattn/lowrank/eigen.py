@@ -20,6 +20,7 @@ from numattn.core.inputs import (
     prepare,
     unfold,
 )
+from numattn.core.linalg import best_logits, existing, falling_eigh
 from numattn.core.method import Method
 from numattn.core.module import AttentionModule
 from numattn.core.registry import register
@@ -47,10 +48,6 @@ Weighting = Literal["joint", "query", "none"]
 _WEIGHTINGS = ("joint", "query", "none")
 
 _WIDEST = 1 << 16  # no head is wider, so it stands for D
-
-# Least second moment of the queries in a direction, in means over all directions. Where the sample
-# has no queries, compressed keys are then still large enough for float16.
-_FLOOR = 1e-8
 
 
 def eigen_attention(
@@ -309,46 +306,29 @@ def _key_spectrum(options: Eigen, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     k, _ = _sample(options, x, x.k)
     keys = k.mT @ k
     if options.weighting == "none":
-        energies, basis = _eigen(keys)
+        energies, basis = falling_eigh(keys)
         return energies, basis, basis
-    q = _existing(x.q, x.query_padding)
+    q = existing(x.q, x.query_padding)
     queries = q.mT @ q
     if options.weighting == "joint":
-        energies, basis = _eigen(queries + keys)
+        energies, basis = falling_eigh(queries + keys)
         return energies, basis, basis
-    size = queries.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    moments, axes = _eigen(queries / torch.where(size > 0, size, 1.0))
-    root = moments.clamp(min=_FLOOR).sqrt()[..., None, :]
-    half = axes * root  # W, to a factor
-    energies, basis = _eigen(half.mT @ keys @ half)
-    return energies, (axes / root) @ basis, half @ basis
+    return best_logits(queries, keys)
 
 
 def _value_spectrum(options: Eigen, x: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Energies (B, Hk, E), falling, their basis (B, Hk, E, E), and the mean (B, Hk, 1, E)."""
     v, mean = _sample(options, x, x.v)
-    return *_eigen(v.mT @ v), mean
+    return *falling_eigh(v.mT @ v), mean
 
 
 def _sample(options: Eigen, x: Inputs, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     """Keys or values of x to fit to, and the mean (B, Hk, 1, D) if it was taken out of them."""
-    tokens = _existing(tokens, x.padding)
+    tokens = existing(tokens, x.padding)
     if not options.center:
         return tokens, None
     mean = tokens.sum(2, keepdim=True) / x.num_keys.clamp(min=1)[..., None, None]
-    return _existing(tokens - mean, x.padding), mean
-
-
-def _existing(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """Tokens (B, Hk, N, D) in float64, zeros where none exists."""
-    tokens = tokens.double()
-    return tokens if padding is None else tokens.masked_fill(~padding[..., None], 0.0)
-
-
-def _eigen(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, falling and not negative, and eigenvectors of symmetric a (..., D, D)."""
-    values, vectors = torch.linalg.eigh(a)
-    return values.flip(-1).clamp(min=0.0), vectors.flip(-1)
+    return existing(tokens - mean, x.padding), mean
 
 
 def _given(

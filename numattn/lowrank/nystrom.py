@@ -19,7 +19,7 @@ from numattn.core.method import Method
 from numattn.core.module import AttentionModule
 from numattn.core.partial import Partial
 from numattn.core.registry import register
-from numattn.engines.lift import lift, split_points
+from numattn.engines.lift import leaf_flops, lift, split_points
 from numattn.engines.softmax import key_bias, softmax_attention, softmax_partial
 from numattn.lowrank.landmarks import (
     KEYS,
@@ -54,7 +54,6 @@ ITERATIONS = 6  # of pinv="newton" when none is given, as in the paper
 ORDER = 4  # the same
 
 _NONE = -1e30  # the bias of what does not exist
-_TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
 
 
 def nystrom_attention(
@@ -403,7 +402,7 @@ class Nystrom(Method):
         blocks = [(shape.queries, shape.keys)]
         if shape.is_causal:
             leaves, blocks = split_points(shape.keys)
-        flops = sum(n * (n + min(n, _TILE)) * (d + e) for n in leaves)
+        flops = leaf_flops(leaves, d + e)
         flops *= shape.batch * shape.heads
         flops += sum(self._block_flops(shape, *block) for block in blocks)
         units = min(self.num_landmarks, shape.queries, shape.keys)

@@ -24,6 +24,7 @@ from numattn.engines.lift import (
     StreamingState,
     Summary,
     compressed,
+    leaf_flops,
     lift_summaries,
     split_points,
     streaming_bytes,
@@ -51,7 +52,6 @@ PILOTS = 32  # queries whose rows are computed exactly, to learn how far the oth
 _GUARD = 0.5  # a row's weights have at most 1 / _GUARD of the norm that a distribution can have
 _JITTER = 1e-6  # of the kernel of points in float32; float64 has 1e-13 for every point
 _FLOOR = 1e-3  # added to mean squared norms, in units of the logits, where their ratio is taken
-_TILE = 256  # rows of a tile in the exact causal leaves, computed whole across the diagonal
 _KINDS = ("uniform", "pivoted")
 
 
@@ -555,7 +555,7 @@ class Skyformer(Method):
     def _causal_flops(self, shape: Shape) -> int:
         d, e, r = shape.head_dim, shape.value_dim, self.num_points
         leaves, blocks = split_points(shape.keys)
-        flops = sum(n * (n + min(n, _TILE)) * (d + e) for n in leaves)
+        flops = leaf_flops(leaves, d + e)
         flops += sum(2 * n * r * (d + e + 1 + PROBES) for n, _ in blocks)
         flops *= shape.batch * shape.heads
         for keys, count in compressed(shape.keys, r):

@@ -94,9 +94,10 @@ def svd_attention(
     Limits: an oracle. It computes every weight on purpose. The truncation of a causal matrix is
     not causal: it has weights above the diagonal. Rows do not sum to one, weights may be negative,
     and the least error of the weights is not the least error of the output for a given value. The
-    randomised form is within a fraction of a percent of the best where singular values decay, and a
-    few percent above it where they hardly do; its start is a fixed draw, so that it repeats
-    itself. No gradient: that of a singular subspace is undefined where singular values repeat.
+    error of the randomised form is above the best by 0 to 2.2 % on heads of trained models (512
+    tokens, ranks 16 and 64), most where singular values hardly fall; its start is a fixed draw, so
+    that it repeats itself. No gradient: that of a singular subspace is undefined where singular
+    values repeat.
 
     Raises:
         Unsupported: A gradient is wanted.

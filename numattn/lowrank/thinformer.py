@@ -20,6 +20,7 @@ from numattn.engines.lift import (
     StreamingState,
     Summary,
     compressed,
+    leaf_flops,
     lift_summaries,
     split_points,
     streaming_bytes,
@@ -41,8 +42,6 @@ INFO = Info(
     linear_in_value=False,
     state_tensors=("uniform",),
 )
-
-_TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
 
 
 def thinformer_attention(
@@ -208,7 +207,7 @@ class Thinformer(Method):
         m, width = self.num_keys, shape.head_dim + shape.value_dim
         if shape.is_causal:
             leaves, blocks = split_points(shape.keys)
-            pairs = sum(n * (n + min(n, _TILE)) // 2 for n in leaves) * width
+            pairs = leaf_flops(leaves, width) // 2
             pairs += sum(rows * min(keys, self._size) for rows, keys in blocks) * (width + 1)
             thinning = sum(
                 count * thin_flops(keys, m, width)

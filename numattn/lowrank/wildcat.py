@@ -25,6 +25,7 @@ from numattn.engines.lift import (
     StreamingState,
     Summary,
     compressed,
+    leaf_flops,
     lift_summaries,
     split_points,
     streaming_bytes,
@@ -47,8 +48,6 @@ INFO = Info(
 )
 
 DRAWS = 4  # numbers drawn for each pivot, which is always enough
-
-_TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
 
 
 def wildcat_attention(
@@ -358,7 +357,7 @@ class WildCat(Method):
         if shape.is_causal:
             leaves, blocks = split_points(shape.keys)
             calls = compressed(shape.keys, r)
-        rows = sum(n * (n + min(n, _TILE)) * (d + e) for n in leaves)
+        rows = leaf_flops(leaves, d + e)
         rows += sum(2 * rows * min(keys, r) * (d + e + 1 + PROBES) for rows, keys in blocks)
         build = sum(count * self._build_flops(keys, d, e) for keys, count in calls)
         flops = shape.batch * (shape.heads * rows + shape.kv_heads * build)

@@ -24,7 +24,7 @@ from numattn.core.method import Method
 from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.engines.blocks import blocks_attention
-from numattn.engines.lift import lift, split_points
+from numattn.engines.lift import leaf_flops, lift, split_points
 from numattn.engines.softmax import key_bias, softmax_attention
 from numattn.engines.tiles import tile_elements
 
@@ -46,7 +46,6 @@ INFO = Info(
 
 _HEIGHT = 64  # rows of a tile of the exact part
 _LEAST_ROWS = 16  # of a tile in the search for top keys: fewer would read the keys too often
-_CAUSAL_TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
 
 
 def clustered_attention(
@@ -404,7 +403,7 @@ class Clustered(Method):
         blocks = [(shape.queries, shape.keys)]
         if shape.is_causal:
             leaves, blocks = split_points(shape.keys)
-        flops = sum(n * (n + min(n, _CAUSAL_TILE)) * (d + e) for n in leaves)
+        flops = leaf_flops(leaves, d + e)
         flops += sum(self._block_flops(*block, shape.is_causal, d, e) for block in blocks)
         clusters = min(self.num_clusters, shape.queries)
         near = min(self.num_keys, shape.keys) if self.improved else 0

@@ -18,7 +18,7 @@ from numattn.core.method import Method
 from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.engines.blocks import blocks_attention
-from numattn.engines.lift import lift, split_points
+from numattn.engines.lift import leaf_flops, lift, split_points
 
 INFO = Info(
     name="hyper",
@@ -38,7 +38,6 @@ INFO = Info(
 _TILE = 256  # rows, or keys of a block, that are computed together
 _SAMPLES = 64  # sampled keys of a tile: most of these tiles hold none of the row's own block
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples fill [0, 1) evenly
-_LEAF_TILE = 256  # rows of a tile in the exact causal blocks, computed whole across the diagonal
 
 
 def hyper_attention(
@@ -391,7 +390,7 @@ def count_sorted(shape: Shape, block_size: int, num_samples: int, num_projection
     blocks = [(shape.queries, shape.keys)] if shape.queries and shape.keys else []
     if shape.is_causal:
         leaves, blocks = split_points(shape.keys)
-    flops = sum(heads * 2 * n * (n + min(n, _LEAF_TILE)) * (d + e) // 2 for n in leaves)
+    flops = heads * leaf_flops(leaves, d + e)
     for rows, keys in blocks:
         b, m = min(block_size, keys), min(num_samples, keys)
         hashed = heads * rows + shape.batch * shape.kv_heads * keys

@@ -440,3 +440,24 @@ def test_kmeans_with_fewer_tokens_than_clusters():
     assert (same == same[..., :1]).all()
     none = torch.zeros(1, 1, 3, dtype=torch.bool)
     assert (linalg.kmeans(x, 2, 3, none) == 2).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_best_logits_are_the_truncated_svd(rank):
+    source = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, n, 8, generator=source, dtype=F64) for n in (30, 40))
+    energies, a, b = linalg.best_logits(q.mT @ q, k.mT @ k)
+    u, s, vt = torch.linalg.svd(q @ k.mT)
+    want = (u[..., :rank] * s[..., None, :rank]) @ vt[..., :rank, :]
+    got = (q @ a[..., :rank]) @ (k @ b[..., :rank]).mT
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    ratio = energies / s[..., :8].square()
+    torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio), rtol=1e-8, atol=0.0)
+
+
+def test_tokens_that_do_not_exist_are_zero():
+    x = torch.ones(2, 1, 3, 2)
+    padding = torch.tensor([[[True, False, True]]])
+    out = linalg.existing(x, padding)
+    assert out.dtype == F64
+    assert torch.equal(out[..., 0], padding.expand(2, 1, 3).double())

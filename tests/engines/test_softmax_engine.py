@@ -64,7 +64,7 @@ def agree(rows, keys, **call):
 def tiles(request, monkeypatch):
     """Tiles of 16 x group rows and 64 keys in the second case, so that all bounds are crossed."""
     if request.param == "many tiles":
-        monkeypatch.setattr(engine, "_ROWS", 16)
+        monkeypatch.setattr(engine, "ROWS", 16)
         monkeypatch.setattr(engine, "tile_elements", lambda device: 1)
 
 
