@@ -119,8 +119,8 @@ class Summary:
     size. Then each key also carries some fixed random signs, its probes: the sums of these over the
     keys of a row have the mean square :math:`|w|_2^2` of all the weights that went into it. A row's
     sum of weights counts for no less than this norm. What it falls short of it is put on the mean
-    of the values, as a row of equal logits would find it. Weights that are not negative
-    have :math:`|w|_2 \le \sum w`, so rows without cancellation are left as they are.
+    of the values, as a row of equal logits would find it. Of weights that are not negative no sum
+    with signs exceeds the plain sum, so rows without cancellation are left exactly as they are.
 
     Attributes:
         k: (B, H, r, D).
