@@ -162,17 +162,18 @@ def _scaled(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _features(options: PolySketch, sketch: _Sketch, x: Tensor) -> Tensor:
-    """(B, Hk, n, D) -> (B, Hk, n, r (r + 1) / 2), whose inner products are squares of sketches'."""
-    s = _half_sketch(
-        options.kind, sketch, x
-    ).mT.contiguous()  # tokens last: products run along them
-    others = s * 2**0.5
-    rows = range(s.shape[-2])
-    blocks = [
-        s[..., i : i + 1, :] * torch.cat([s[..., i : i + 1, :], others[..., i + 1 :, :]], -2)
-        for i in rows
-    ]
-    return torch.cat(blocks, -2).mT
+    """(B, Hk, n, D) -> (B, Hk, n, r (r + 1) / 2), whose inner products are squares of sketches'.
+
+    Feature (d, a) is s_a times s_(a + d mod r), for 0 <= d <= r / 2: every pair once, and one
+    product of two views. Squares count 1 and the others 2, so the sketch takes a factor 2^(1/4).
+    """
+    s = _half_sketch(options.kind, sketch, x).mT * 2**0.25  # tokens last: products run along them
+    r, shifts = s.shape[-2], options.sketch_size // 2 + 1
+    s = s.contiguous()
+    wrapped = torch.cat([s, s[..., : shifts - 1, :]], -2)
+    pairs = (s[..., None, :, :] * wrapped.unfold(-2, r, 1).mT).flatten(-3, -2)
+    pairs[..., :r, :] *= 0.5**0.5
+    return pairs[..., : options.num_features, :].mT
 
 
 def _half_sketch(kind: str, sketch: _Sketch, x: Tensor) -> Tensor:
