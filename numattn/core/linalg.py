@@ -256,9 +256,17 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(_LOG2E).exp2_()
 
 
+def exp_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e^(x - s), and s (..., m), the largest entry of each column of x (..., n, m), a constant."""
+    shift = x.detach().amax(-2)
+    return exp_(x - finite(shift)[..., None, :]), shift
+
+
 @torch.library.custom_op("numattn::exp_matmul", mutates_args=())
-def _exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    left, right, shift = _separate(a, b)
+def _exp_matmul(
+    a: Tensor, b: Tensor, right: Tensor, peak: Tensor, needed: Tensor, floor: Tensor
+) -> tuple[Tensor, Tensor]:
+    left, shift = _left(a, peak)
     weights = (left @ right.mT).mul_(needed)
     # A sum that is so small has lost terms below the smallest normal number that could matter.
     info = torch.finfo(a.dtype)
@@ -275,12 +283,11 @@ def _exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Te
     return weights, shift
 
 
-def _separate(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors with left_ir right_jr = exp(a_ir + b_jr - shift_i), none of them above 1."""
-    peak = finite(b.amax(-2, keepdim=True))
-    raised = a + peak
+def _left(a: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor with left_ir e^(b_jr - peak_r) = exp(a_ir + b_jr - shift_i), none above 1."""
+    raised = a + finite(peak)[..., None, :]
     shift = finite(raised.amax(-1, keepdim=True))
-    return exp_(raised.sub_(shift)), exp_(b - peak), shift[..., 0]
+    return exp_(raised.sub_(shift)), shift[..., 0]
 
 
 def _rows(marked: Tensor, b: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
@@ -293,15 +300,23 @@ def _rows(marked: Tensor, b: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple
 
 
 @_exp_matmul.register_fake
-def _(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    a: Tensor, b: Tensor, right: Tensor, peak: Tensor, needed: Tensor, floor: Tensor
+) -> tuple[Tensor, Tensor]:
     return a.new_empty((*a.shape[:-1], b.shape[-2])), a.new_empty(a.shape[:-1])
 
 
 @torch.library.custom_op("numattn::exp_matmul_backward", mutates_args=())
 def _exp_matmul_gradient(
-    grad: Tensor, a: Tensor, b: Tensor, needed: Tensor, shift: Tensor
+    grad: Tensor,
+    a: Tensor,
+    b: Tensor,
+    right: Tensor,
+    peak: Tensor,
+    needed: Tensor,
+    shift: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    left, right, usual = _separate(a, b)
+    left, usual = _left(a, peak)
     grad = grad * needed
     lost = shift != usual
     rest = grad.masked_fill(lost[..., None], 0.0)
@@ -318,16 +333,24 @@ def _exp_matmul_gradient(
 
 
 @_exp_matmul_gradient.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor, needed: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    grad: Tensor,
+    a: Tensor,
+    b: Tensor,
+    right: Tensor,
+    peak: Tensor,
+    needed: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(a), torch.empty_like(b)
 
 
 def _exp_matmul_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3], output[1])
+    ctx.save_for_backward(*inputs[:5], output[1])
 
 
 def _exp_matmul_backward(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
-    return (*_exp_matmul_gradient(grad, *ctx.saved_tensors), None, None)
+    return (*_exp_matmul_gradient(grad, *ctx.saved_tensors), None, None, None, None)
 
 
 _exp_matmul.register_autograd(_exp_matmul_backward, setup_context=_exp_matmul_setup)
@@ -343,7 +366,13 @@ def _exp_matmul_gradient_flops(grad_shape, a_shape, *args, **kwargs) -> int:  # 
     return 4 * math.prod(a_shape) * grad_shape[-1]
 
 
-def exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+def exp_matmul(
+    a: Tensor,
+    b: Tensor,
+    needed: Tensor,
+    floor: Tensor,
+    columns: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     r"""Matrix product of exponentials: :math:`w_{ij} e^{s_i} = \sum_r e^{a_{ir} + b_{jr}}`.
 
     One product of matrices, each shifted so that none of its entries exceeds 1. Where all that a
@@ -356,11 +385,13 @@ def exp_matmul(a: Tensor, b: Tensor, needed: Tensor, floor: Tensor) -> tuple[Ten
         b: (..., c, m), the same leading dimensions.
         needed: bool (n, c); the other entries are zero.
         floor: (..., n), logarithm of a sum that is negligible in that row.
+        columns: What `exp_columns` makes of b, where it is known.
 
     Returns:
         w (..., n, c), differentiable, and s (..., n), a constant.
     """
-    weights, shift = _exp_matmul(a, b, needed, floor)
+    right, peak = exp_columns(b.detach()) if columns is None else columns
+    weights, shift = _exp_matmul(a, b, right.detach(), peak, needed, floor)
     return weights, shift.detach()
 
 

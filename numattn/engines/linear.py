@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from numattn.core.inputs import compute_dtype, fold, unfold
-from numattn.core.linalg import exp_, exp_matmul, finite
+from numattn.core.linalg import exp_columns, exp_matmul, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.core.state import State
@@ -38,12 +38,22 @@ def write(psi: Tensor, v: Tensor, padding: Tensor | None, log: bool) -> Partial:
 
     padding: bool (B or 1, 1, n), True = exists.
     """
-    if padding is not None:
-        psi = psi.masked_fill(~padding[..., None], -torch.inf if log else 0.0)
-    if not log:
-        return Partial(psi.mT @ v, psi.sum(-2), torch.zeros_like(psi[..., 0, :]))
-    shift = psi.detach().amax(-2)
-    weight = exp_(psi - finite(shift)[..., None, :])
+    return _into_slots(*_weigh(_masked(psi, padding, log), log), v)
+
+
+def _masked(psi: Tensor, padding: Tensor | None, log: bool) -> Tensor:
+    """Features without those of padding."""
+    if padding is None:
+        return psi
+    return psi.masked_fill(~padding[..., None], -torch.inf if log else 0.0)
+
+
+def _weigh(psi: Tensor, log: bool) -> tuple[Tensor, Tensor]:
+    """Features on a scale that cannot overflow, and that scale, for each feature."""
+    return exp_columns(psi) if log else (psi, torch.zeros_like(psi[..., 0, :]))
+
+
+def _into_slots(weight: Tensor, shift: Tensor, v: Tensor) -> Partial:
     return Partial(weight.mT @ v, weight.sum(-2), shift)
 
 
@@ -60,25 +70,25 @@ def within(
     phi: Tensor,
     psi: Tensor,
     v: Tensor,
-    padding: Tensor | None,
     before: Partial,
     group: int,
     log: bool,
+    columns: tuple[Tensor, Tensor] | None = None,
 ) -> Partial:
     """Attend causally inside one chunk, and merge with what came `before` it.
 
-    Row r stands at position r // group.
+    Row r stands at position r // group. Features of padding are zero. `columns` are the
+    exponentials of log-features, as for `exp_matmul`.
     """
     seen = visible(phi.shape[-2], psi.shape[-2], 0, group, phi.device)
-    if padding is not None:
-        psi = psi.masked_fill(~padding[..., None], -torch.inf if log else 0.0)
     if log:
         lse = (before.shift + before.den.log()).detach()
-        weight, shift = exp_matmul(phi, psi, seen, lse + math.log(torch.finfo(lse.dtype).eps))
+        floor = lse + math.log(torch.finfo(lse.dtype).eps)
+        weight, shift = exp_matmul(phi, psi, seen, floor, columns)
         den = weight.sum(-1)
         shift = shift.masked_fill(den == 0, -torch.inf)
     else:
-        weight = (phi @ psi.mT).mul_(seen)
+        weight = (phi @ psi.mT).mul_(seen.to(phi))
         den, shift = weight.sum(-1), before.shift
     return _add(before, Partial(weight @ v, den, shift), log)
 
@@ -187,8 +197,10 @@ def _causal(
         fk = psi(k).unflatten(2, (-1, size))
         values = v.unflatten(2, (-1, size))
         mask = None if padding is None else padding.unflatten(2, (-1, size))
-        before, after = _running(write(fk, values, mask, log), log, *state)
-        part = within(fq, fk, values, mask, read(fq, before, log), group, log)
+        fk = _masked(fk, mask, log)
+        columns = _weigh(fk, log)
+        before, after = _running(_into_slots(*columns, values), log, *state)
+        part = within(fq, fk, values, read(fq, before, log), group, log, columns)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
     outs: list[Tensor] = []

@@ -10,6 +10,7 @@ from numattn.core import linalg
 from numattn.core.linalg import (
     draw,
     exp_,
+    exp_columns,
     exp_matmul,
     masked_mean,
     orthogonal_gaussian,
@@ -347,7 +348,8 @@ def test_what_lies_below_the_floor_may_be_dropped_and_nothing_else():
 @pytest.mark.parametrize("kind", ["plain", "far apart"])
 def test_opcheck_of_exp_matmul(kind):
     a, b = (x[0].detach().requires_grad_() for x in operands(kind))
-    torch.library.opcheck(torch.ops.numattn.exp_matmul.default, (a, b, NEEDED, NO_FLOOR[0]))
+    given = (a, b, *exp_columns(b.detach()), NEEDED, NO_FLOOR[0])
+    torch.library.opcheck(torch.ops.numattn.exp_matmul.default, given)
 
 
 def test_exp_in_place():

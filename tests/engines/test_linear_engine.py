@@ -55,6 +55,11 @@ def identity(x):
     return x.clone()  # the engine may overwrite what a feature map returns
 
 
+def masked(features, keep, log):
+    """Features of a chunk, those of padding being zero."""
+    return given(features if keep is None else features * keep[..., None], log)
+
+
 KEEP = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0]], dtype=torch.bool)[:, None]
 
 
@@ -85,7 +90,7 @@ class TestOperations:
         fq, fk, v = tokens(7 * group, 7)
         nothing = engine.Partial.zeros(fq.shape[:3], v.shape[3], v)
         same(
-            engine.within(given(fq, log), given(fk, log), v, keep, nothing, group, log),
+            engine.within(given(fq, log), masked(fk, keep, log), v, nothing, group, log),
             *dense(fq, fk, v, keep=keep, is_causal=True, group=group),
         )
         old = None if keep is None else keep[..., :4]
@@ -93,7 +98,7 @@ class TestOperations:
         slots = engine.write(given(fk[:, :, :4], log), v[:, :, :4], old, log)
         late = given(fq[:, :, 4 * group :], log)
         before = engine.read(late, slots, log)
-        chunk = (given(fk[:, :, 4:], log), v[:, :, 4:], new)
+        chunk = (masked(fk[:, :, 4:], new, log), v[:, :, 4:])
         num, den = dense(fq, fk, v, keep=keep, is_causal=True, group=group)
         part = engine.within(late, *chunk, before, group, log)
         same(part, num[:, :, 4 * group :], den[:, :, 4 * group :])
