@@ -34,6 +34,15 @@ def draw(
     return sample(shape, dtype=torch.float64, device=source, generator=generator).to(device)
 
 
+def input_generator(seed: int) -> Generator:
+    """Source of made-up inputs.
+
+    Seeds differ by 2^31 from those of methods' draws: features drawn with the seed of the tokens
+    would repeat their very numbers, and be anything but independent of them.
+    """
+    return Generator().manual_seed(seed + 2**31)
+
+
 def orthogonal_gaussian(
     rows: int, dim: int, heads: int, generator: Generator | None, device: torch.device
 ) -> Tensor:

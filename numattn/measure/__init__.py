@@ -2,6 +2,8 @@
 
 from numattn.measure.baselines import mean_of_values as mean_of_values
 from numattn.measure.baselines import uniform_keys as uniform_keys
+from numattn.measure.diagnose import HeadDiagnosis as HeadDiagnosis
+from numattn.measure.diagnose import diagnose as diagnose
 from numattn.measure.errors import Attend as Attend
 from numattn.measure.errors import HeadError as HeadError
 from numattn.measure.errors import Reference as Reference

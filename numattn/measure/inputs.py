@@ -19,6 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from numattn.core.cost import Shape
+from numattn.core.linalg import input_generator
 from numattn.core.method import Method
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
@@ -237,7 +238,7 @@ def synthetic(
     ):
         if size < low:
             raise InputError(f"{kind}: {what} must be at least {low}; got {size}.")
-    source = Generator().manual_seed(seed)
+    source = input_generator(seed)
     q, k, v = (_randn((heads, length, head_dim), source) for _ in range(3))
     make, tag = _KINDS[kind]
     make(q, k, v, is_causal, source)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from numattn.core.linalg import input_generator
 from numattn.core.method import Method
 
 # Largest acceptable difference by type, relative to the largest magnitude of the reference; the
@@ -32,7 +33,7 @@ def make_qkv(
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random q (batch, heads * group, length, D), k and v (batch, heads, keys, D or E)."""
-    source = Generator().manual_seed(seed)
+    source = input_generator(seed)
     keys = length if keys is None else keys
     q = torch.randn(batch, heads * group, length, head_dim, generator=source, dtype=torch.float64)
     k = torch.randn(batch, heads, keys, head_dim, generator=source, dtype=torch.float64)

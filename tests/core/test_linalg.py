@@ -12,6 +12,7 @@ from numattn.core.linalg import (
     exp_,
     exp_columns,
     exp_matmul,
+    input_generator,
     masked_mean,
     orthogonal_gaussian,
     pinv,
@@ -350,6 +351,14 @@ def test_opcheck_of_exp_matmul(kind):
     a, b = (x[0].detach().requires_grad_() for x in operands(kind))
     given = (a, b, *exp_columns(b.detach()), NEEDED, NO_FLOOR[0])
     torch.library.opcheck(torch.ops.numattn.exp_matmul.default, given)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1])
+def test_inputs_share_no_number_with_draws_of_the_same_seed(seed):
+    inputs = torch.randn(4096, generator=input_generator(seed), dtype=F64)
+    drawn = draw((4096,), torch.Generator().manual_seed(seed), CPU)
+    assert not torch.isin(inputs, drawn).any()
+    assert torch.equal(inputs, torch.randn(4096, generator=input_generator(seed), dtype=F64))
 
 
 def test_exp_in_place():
