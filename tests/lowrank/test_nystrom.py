@@ -138,7 +138,8 @@ def test_rank_is_at_most_the_number_of_landmarks(pinv):
     q, k, _ = make_qkv(40)
     sigma = torch.linalg.svdvals(weights(q, k, num_landmarks=6, pinv=pinv))
     assert (sigma[..., 6:] <= 1e-12 * sigma[..., :1]).all()
-    assert (sigma[..., 5] > 1e-9 * sigma[..., 0]).all()
+    free = torch.linalg.svdvals(weights(q, k, num_landmarks=6, pinv=pinv, guard=False))
+    assert (free[..., 5] > 1e-9 * free[..., 0]).all()  # the guard may fall back on the mean
 
 
 @pytest.mark.parametrize("order", [3, 4])
