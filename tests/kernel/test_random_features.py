@@ -61,6 +61,12 @@ def test_angles_of_blocks():
         directions("simplex", 3, 1, 1, seeded(0), CPU)
 
 
+def test_sobol_points_lie_off_their_grid():
+    """A scramble alone leaves multiples of a power of two, whose quantiles have no tails."""
+    points = torch.special.ndtr(directions("qmc", 256, 8, 1, seeded(0), CPU)) * 2.0**30
+    assert ((points - points.round()).abs() > 1e-3).double().mean() > 0.99
+
+
 def test_sobol_points_fill_the_space_evenly():
     """Of 64 points, Sobol puts one in each 64th of every axis; a shift moves at most one over."""
     x = directions("qmc", 64, 5, 20, seeded(0), CPU)
