@@ -127,7 +127,9 @@ def performer_attention(
 
     Limits: to reach relative accuracy eps takes about :math:`e^{|x + y|^2} / eps^2` features.
     On heads of trained models :math:`|x + y|^2` is often above 20, and then no affordable m gives
-    the softmax: `expected_error` says so beforehand. A makes a mean logarithm over all
+    the softmax: `expected_error` and `numattn.measure.diagnose` say so beforehand. A key unlike
+    all others, such as an attention sink, is moved far out by a shift towards the others, and its
+    weight is then lost: ``precondition="none"`` is better there. A makes a mean logarithm over all
     pairs least, not the error of the output, which need not gain. c, M and A computed from the
     batch are constants for autograd. With ``scale < 0`` the features are those of -q.
 
