@@ -34,6 +34,8 @@ class Info:
         normalised: Whether its weights sum to one in every row.
         scaled: Whether there are logits that ``scale`` multiplies.
         linear_in_value: Whether the output is linear in value.
+        joint: Whether what is kept of a token mixes its heads, keys and values, so that heads
+            depend on one another, and a value does not come out as it went in.
         judged_as: The family whose oracle it is held against, where that is not its own: that of
             the sparse family for a low-rank method that chooses keys.
         bounded: Whether that oracle bounds it in a call that is not causal: no more than
@@ -63,6 +65,7 @@ class Info:
     normalised: bool = True
     scaled: bool = True
     linear_in_value: bool = True
+    joint: bool = False
     judged_as: Family | None = None
     bounded: bool = True
     oracle: bool = False

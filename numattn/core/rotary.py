@@ -87,6 +87,8 @@ class Rotary:
         interleaved: Whether pair l is coordinates 2 l and 2 l + 1, else l and l + D / 2. The
             turned vector has its pairs in the second order either way, which no product shows.
         yarn: Stretching of the frequencies, or None.
+        radians: The frequencies of all pairs, in their order, in place of those of base and yarn,
+            which must then be left at their defaults; None computes them.
 
     References:
         J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
@@ -104,13 +106,25 @@ class Rotary:
     base: float = 10000.0
     interleaved: bool = False
     yarn: Yarn | None = None
+    radians: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.dim < 0 or self.dim % 2:
             raise ValueError(f"Rotary: dim must be even and not negative; got {self.dim}.")
+        if self.radians is None:
+            return
+        if len(self.radians) != self.dim // 2:
+            raise ValueError(
+                f"Rotary: radians must be {self.dim // 2} frequencies, one for each pair of "
+                f"{self.dim} coordinates; got {len(self.radians)}."
+            )
+        if self.base != Rotary.base or self.yarn is not None:
+            raise ValueError("Rotary: give the frequencies by radians, or by base and yarn.")
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         """Radians per position of each pair, float64 (D / 2,)."""
+        if self.radians is not None:
+            return torch.tensor(self.radians, dtype=torch.float64, device=device)
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
         found = self.base**-exponent
         return found if self.yarn is None else self.yarn.stretch(found, self.base)
