@@ -1,5 +1,20 @@
 """Latent attention: attend through a small set of latent variables."""
 
+from numattn.latent.convert import Conversion as Conversion
+from numattn.latent.convert import ConversionError as ConversionError
+from numattn.latent.convert import LatentSelfAttention as LatentSelfAttention
+from numattn.latent.convert import conversion_error as conversion_error
+from numattn.latent.convert import source_layer as source_layer
+from numattn.latent.convert import to_mla as to_mla
+from numattn.latent.convert import to_mla_model as to_mla_model
 from numattn.latent.gma import GMA as GMA
 from numattn.latent.gma import GMAAttention as GMAAttention
 from numattn.latent.gma import gma_attention as gma_attention
+from numattn.latent.grouped import GroupedLatentAttention as GroupedLatentAttention
+from numattn.latent.grouped import GroupedQueryAttention as GroupedQueryAttention
+from numattn.latent.grouped import GroupedTiedAttention as GroupedTiedAttention
+from numattn.latent.grouped import cache_table as cache_table
+from numattn.latent.mla import MLA as MLA
+from numattn.latent.mla import MLAAttention as MLAAttention
+from numattn.latent.mla import MultiheadLatentAttention as MultiheadLatentAttention
+from numattn.latent.mla import mla_attention as mla_attention

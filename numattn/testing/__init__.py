@@ -8,3 +8,4 @@ from numattn.testing.inputs import Subject as Subject
 from numattn.testing.inputs import make_qkv as make_qkv
 from numattn.testing.inputs import reference as reference
 from numattn.testing.inputs import reference_weights as reference_weights
+from numattn.testing.layers import check_layer as check_layer
