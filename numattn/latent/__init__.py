@@ -10,10 +10,15 @@ from numattn.latent.convert import to_mla_model as to_mla_model
 from numattn.latent.gma import GMA as GMA
 from numattn.latent.gma import GMAAttention as GMAAttention
 from numattn.latent.gma import gma_attention as gma_attention
+from numattn.latent.gma import responsibilities as responsibilities
+from numattn.latent.gma import responsibility_lipschitz as responsibility_lipschitz
+from numattn.latent.gma_layer import GaussianMixtureAttention as GaussianMixtureAttention
 from numattn.latent.grouped import GroupedLatentAttention as GroupedLatentAttention
 from numattn.latent.grouped import GroupedQueryAttention as GroupedQueryAttention
 from numattn.latent.grouped import GroupedTiedAttention as GroupedTiedAttention
 from numattn.latent.grouped import cache_table as cache_table
+from numattn.latent.mixture import Mixture as Mixture
+from numattn.latent.mixture import fit_mixture as fit_mixture
 from numattn.latent.mla import MLA as MLA
 from numattn.latent.mla import MLAAttention as MLAAttention
 from numattn.latent.mla import MultiheadLatentAttention as MultiheadLatentAttention

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from numattn import Unsupported, padding_mask
 from numattn.core.inputs import fold
 from numattn.latent import GMA, GMAAttention, gma_attention
-from numattn.latent.gma import _features
+from numattn.latent.gma import responsibilities, responsibility_lipschitz
+from numattn.latent.mixture import fit_mixture
 from numattn.testing import make_qkv
 
 
@@ -137,6 +138,23 @@ def test_narrow_components_on_the_keys_give_the_identity():
     same(attend(k, k, v, tensors, is_causal=True), v)
 
 
+def test_narrow_components_route_to_the_nearest_mean():
+    """In the limit, each row gets the mean of the values whose keys share its nearest mean."""
+    q, k, v = make_qkv(40, batch=1)
+    means = mixture(components=4)["means"]
+    tensors = {
+        "means": means,
+        "log_var": torch.full_like(means, math.log(1e-6)),
+        "log_prior": torch.zeros_like(means[..., 0]),
+    }
+    cell_q, cell_k = (F.one_hot(torch.cdist(x, means).argmin(-1), 4).double() for x in (q, k))
+    pairs = cell_q @ cell_k.mT
+    met = pairs.sum(-1, keepdim=True) > 0
+    want = (pairs @ v / pairs.sum(-1, keepdim=True).clamp(min=1))[met.expand_as(v)]
+    same(attend(q, k, v, tensors)[met.expand_as(v)], want)
+    assert met.double().mean() > 0.9
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_component_of_prior_zero_does_not_exist(causal):
     q, k, v = make_qkv(40)
@@ -189,59 +207,144 @@ def test_tokens_far_from_the_origin_lose_no_accuracy(causal):
     same(out.double(), want, 1e-5)
 
 
-# --- gradients and stability ----------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------
 
 
-def test_gradients_are_the_closed_forms():
-    """With g = dL/do, W = gamma_q / D, S = W^T g: the chain of the definition, by hand."""
-    q, k, v = (x[0, 0] for x in make_qkv(30))
-    tensors = {n: t[0] for n, t in mixture(heads=1).items()}
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, *tensors.values())]
-    names = ("means", "log_var", "log_prior")
-    given = {n: t[None] for n, t in zip(names, leaves[3:], strict=True)}
-    out = attend(*(x[None, None] for x in leaves[:3]), given)[0, 0]
-    g = draw(*out.shape, seed=3)
-    out.backward(g)
+def test_separate_mixtures_at_a_temperature_and_with_epsilon():
+    q, k, v = make_qkv(150, group=2)
+    keys, queries = mixture(), mixture(seed=20)
+    own = {f"query_{name}": tensor for name, tensor in queries.items()}
+    log_temperature = draw(3, seed=30)
+    epsilon, tau = 0.4, 2.5 * log_temperature.exp()[:, None, None]
 
-    gamma_q = log_density(q, **tensors).softmax(-1)
-    gamma_k = log_density(k, **tensors).softmax(-1)
-    z, slots = gamma_k.sum(0), gamma_k.T @ v
-    d = gamma_q @ z
-    o = gamma_q @ slots / d[:, None]
-    go = (g * o).sum(-1)
-    w = gamma_q / d[:, None]
-    hq = (g @ slots.T - go[:, None] * z) / d[:, None]  # dL / dgamma_q
-    hk = v @ (w.T @ g).T - w.T @ go  # dL / dgamma_k
+    def wide(t):
+        return t.repeat_interleave(2, dim=0)
 
-    def through(x, gamma, h):
-        dl = gamma * (h - (gamma * h).sum(-1, keepdim=True))
-        step = (x[:, None] - tensors["means"]) / tensors["log_var"].exp()  # (N, K, D)
-        curve = ((x[:, None] - tensors["means"]) * step - 1) / 2  # by the log variance
-        dx = -torch.einsum("nk,nkd->nd", dl, step)
-        return (
-            dx,
-            torch.einsum("nk,nkd->kd", dl, step),
-            torch.einsum("nk,nkd->kd", dl, curve),
-            dl.sum(0),
+    gamma_q = (log_density(q, **{n: wide(t) for n, t in queries.items()}) / wide(tau)).softmax(-1)
+    gamma_k = (log_density(k, **keys) / tau).softmax(-1).repeat_interleave(2, dim=1)
+    pairs = torch.einsum("bhik,bhjk->bhij", gamma_q, gamma_k)
+    call = {"temperature": 2.5, "epsilon": epsilon, "log_temperature": log_temperature, **own}
+    for causal in (False, True):
+        weights = pairs * tril(150) if causal else pairs
+        total = weights.sum(-1, keepdim=True)
+        want = weights @ v.repeat_interleave(2, dim=1)
+        out = attend(q, k, v, keys, is_causal=causal, enable_gqa=True, **call)
+        same(out, want / (total + epsilon))
+        shrunk = want / total * (total / (total + epsilon))
+        same(out, shrunk)
+
+
+def test_the_temperature_of_the_root_of_the_width():
+    q, k, v = make_qkv(20)
+    out = attend(q, k, v, mixture(), temperature="sqrt")
+    same(out, attend(q, k, v, mixture(), temperature=8**0.5), 0)
+    factor = torch.full((3,), 8**0.5, dtype=torch.float64).log()
+    same(out, attend(q, k, v, mixture(), log_temperature=factor))
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_a_temperature_scales_the_densities(per_batch):
+    """Over tau: variances times tau, log priors less what the normalisers lose, over tau."""
+    q, k, v = make_qkv(30)
+    tensors, tau = mixture(), torch.tensor([0.5, 2.0, 7.0], dtype=torch.float64)
+    shift = tensors["log_var"].sum(-1) / 2 * (1 - 1 / tau[:, None])
+    warm = {
+        "means": tensors["means"],
+        "log_var": tensors["log_var"] + tau.log()[:, None, None],
+        "log_prior": tensors["log_prior"] / tau[:, None] + shift,
+    }
+    log_temperature = tau.log().expand(2, -1) if per_batch else tau.log()
+    out = attend(q, k, v, tensors, log_temperature=log_temperature)
+    same(out, attend(q, k, v, warm))
+
+
+def test_decoding_with_every_option_is_the_causal_call():
+    q, k, v = make_qkv(20, group=2)
+    method = GMA(6, temperature=1.7, epsilon=0.3)
+    tensors = {
+        **mixture(),
+        **{f"query_{name}": tensor for name, tensor in mixture(seed=20).items()},
+        "log_temperature": draw(3, seed=30),
+    }
+    want = method(q, k, v, is_causal=True, enable_gqa=True, **tensors)
+    state = method.state(k[:, :, :7], v[:, :, :7], enable_gqa=True, **tensors)
+    for t in range(7, 20):
+        state.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        same(state.attend(q[:, :, t : t + 1]), want[:, :, t : t + 1])
+
+
+# --- responsibilities -----------------------------------------------------------------------
+
+
+def test_responsibilities_are_the_posterior():
+    _, k, _ = make_qkv(30)
+    tensors, tau = mixture(), torch.tensor([0.5, 2.0, 7.0], dtype=torch.float64)
+    logs = log_density(k, **tensors)
+    same(responsibilities(k, **tensors), logs.softmax(-1))
+    same(responsibilities(k, **tensors, temperature="sqrt"), (logs / 8**0.5).softmax(-1))
+    want = (logs / tau[:, None, None]).softmax(-1)
+    same(responsibilities(k, **tensors, temperature=tau), want)
+    same(responsibilities(k, **tensors, temperature=tau.expand(2, -1)), want)
+
+
+def test_responsibilities_far_from_the_origin_in_float32():
+    """Tokens and means at 300 standard deviations; and tokens at 300 from every mean."""
+    x = draw(1, 3, 200, 8, seed=3)
+    tensors = mixture()
+    tensors["log_var"] = 0.3 * draw(3, 6, 8, seed=6)
+    moved = {**tensors, "means": tensors["means"] + 300}
+    for tokens, given in ((x + 300, moved), (x + 300, tensors)):
+        single = {n: t.float() for n, t in given.items()}
+        found = responsibilities(tokens.float(), **single)
+        double = {n: t.double() for n, t in single.items()}
+        assert found.isfinite().all()
+        same(found.double(), log_density(tokens.float().double(), **double).softmax(-1), 1e-4)
+
+
+def test_no_finite_step_exceeds_the_lipschitz_bound():
+    """A thousand random mixtures and pairs of tokens in a ball, near and far from each other."""
+    source = torch.Generator().manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(shape, generator=source, dtype=torch.float64)
+
+    trials, k, d, radius = 1000, 5, 4, 3.0
+    means, log_var, log_prior = 2 * rand(trials, k, d), rand(trials, k, d), rand(trials, k)
+    x = rand(trials, d)
+    y = x + rand(trials, d) * 10 ** (-4 * torch.rand(trials, 1, generator=source).double())
+    x, y = (t * (radius / t.norm(dim=-1, keepdim=True)).clamp(max=1) for t in (x, y))
+    for tau in (1.0, 3.0):
+        gamma = (
+            responsibilities(t[None, :, None], means, log_var, log_prior, tau)[0, :, 0]
+            for t in (x, y)
         )
-
-    dq, *of_q = through(q, gamma_q, hq)
-    dk, *of_k = through(k, gamma_k, hk)
-    want = [dq, dk, gamma_k @ (w.T @ g), *(a + b for a, b in zip(of_q, of_k, strict=True))]
-    for leaf, expected in zip(leaves, want, strict=True):
-        same(leaf.grad, expected)
+        moved = torch.sub(*gamma).abs().sum(-1)
+        bound = responsibility_lipschitz(means, log_var, radius, tau) * (x - y).norm(dim=-1)
+        assert (moved <= bound * (1 + 1e-9)).all()
+        assert (moved > 0.1 * bound).any()  # not a bound of anything
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_reach_a_mixture_when_tokens_need_none(causal):
-    q, k, v = make_qkv(20, batch=1, heads=2, head_dim=3)
-    inputs = tuple(t.requires_grad_() for t in mixture(components=3, heads=2, dim=3).values())
+def test_the_lipschitz_bound_of_equal_variances_is_attained_and_holds_everywhere():
+    means = torch.tensor([[1.0, 2.0], [-1.0, 0.5]], dtype=torch.float64)
+    log_var = torch.tensor([0.3, -0.2], dtype=torch.float64).expand(2, 2)
+    slope = (means[0] - means[1]) / log_var[0].exp()
+    bound = responsibility_lipschitz(means, log_var, 0.0)
+    same(bound, slope.norm() / 2)
+    same(responsibility_lipschitz(means, log_var, 1e6), bound)
+    same(responsibility_lipschitz(means, log_var, 1e6, temperature=4.0), bound / 4)
+    middle, step = means.mean(0), 1e-5 * slope / slope.norm()  # both components alike
+    x = torch.stack([middle - step, middle + step])[None, None]
+    gamma = responsibilities(x, means[None], log_var[None], torch.zeros(1, 2).double())[0, 0]
+    torch.testing.assert_close(gamma.diff(dim=0).abs().sum() / 2e-5, bound, rtol=1e-6, atol=0)
 
-    def call(means, log_var, log_prior):
-        given = {"means": means, "log_var": log_var, "log_prior": log_prior}
-        return attend(q, k, v, given, is_causal=causal)
 
-    assert torch.autograd.gradcheck(call, inputs, atol=1e-7)
+@pytest.mark.parametrize("radius", [-1.0, math.inf, math.nan])
+def test_the_radius_is_checked(radius):
+    with pytest.raises(ValueError, match="radius"):
+        responsibility_lipschitz(torch.zeros(2, 1), torch.zeros(2, 1), radius)
+
+
+# --- stability ------------------------------------------------------------------------------
 
 
 def test_outputs_move_no_faster_than_the_lipschitz_bound():
@@ -269,11 +372,10 @@ def test_the_jacobian_of_the_responsibilities_obeys_its_bound():
     """The norm of J from l2 to l1, by enumeration of signs, is at most max |G_k - G_l| / 2."""
     tensors = mixture(components=5, heads=1)
     var, mu = tensors["log_var"].exp()[0], tensors["means"][0]
-    _, log_responsibility = _features(**tensors)
     signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=5)), dtype=torch.float64)
     for x in draw(20, 8, seed=4):
         jacobian = torch.autograd.functional.jacobian(
-            lambda y: log_responsibility(y[None, None, None])[0, 0, 0].exp(), x
+            lambda y: responsibilities(y[None, None, None], **tensors)[0, 0, 0], x
         )
         slope = -(x - mu) / var
         assert (signs @ jacobian).norm(dim=-1).max() <= torch.cdist(slope, slope).max() / 2
@@ -290,72 +392,14 @@ def clustered(length=150, dim=4, group=1):
     return 0.5 * q + places[at], 0.5 * k + places[at] + 0.3, v
 
 
-def objective(tokens, tensors):
-    """Log-likelihood, and one pseudo-token with the tokens' mean and variances per component."""
-    mean, var = tokens.mean(-2, keepdim=True), tokens.var(-2, correction=0, keepdim=True)
-    at_mean = log_density(mean, **tensors)[..., 0, :]  # (B, H, K)
-    pseudo = at_mean - (var / tensors["log_var"].exp()).sum(-1) / 2
-    return log_density(tokens, **tensors).logsumexp(-1).sum(-1) + pseudo.sum(-1)
-
-
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("components", [3, 12])
-def test_no_step_of_em_lowers_its_objective(components, group):
+def test_the_fit_is_of_queries_and_keys_together(group):
     q, k, _ = clustered(group=group)
+    tensors = GMA(num_components=6, num_iterations=3).fit(q, k, enable_gqa=True)
     tokens = torch.cat([fold(q, group), k], 2)
-    values = torch.stack(
-        [
-            objective(tokens, GMA(components, steps).fit(q, k, enable_gqa=True))
-            for steps in range(1, 12)
-        ]
-    )
-    assert (values.diff(dim=0) >= -1e-9 * values[1:].abs()).all()
-    assert (values[-1] > values[0]).all()
-
-
-def test_one_component_is_the_mean_and_the_variance():
-    q, k, _ = clustered()
-    tokens = torch.cat([q, k], 2)
-    tensors = GMA(num_components=1, num_iterations=1).fit(q, k)
-    mean, var = tokens.mean(2, keepdim=True), tokens.var(2, correction=0, keepdim=True)
-    same(tensors["means"], mean)
-    same(tensors["log_var"], var.log())  # the pseudo-token adds its own variance
-    same(tensors["log_prior"], torch.zeros(2, 3, 1, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_step_of_em_from_the_definition(steps):
-    q, k, _ = clustered()
-    tokens = torch.cat([q, k], 2)
-    mean, var = tokens.mean(2, keepdim=True), tokens.var(2, correction=0, keepdim=True)
-    if steps:
-        before = GMA(5, steps).fit(q, k)
-    else:  # evenly spaced tokens, the tokens' variances, equal priors
-        start = tokens[:, :, 30::60]
-        log_var = var.log().expand_as(start)
-        before = {"means": start, "log_var": log_var, "log_prior": torch.zeros(2, 3, 5)}
-    after = GMA(5, steps + 1).fit(q, k)
-    r = log_density(tokens, **before).softmax(-1)
-    count = r.sum(2) + 1
-    means = (r.mT @ tokens + mean) / count[..., None]
-    away = (tokens[..., None, :] - means[:, :, None]).square()
-    own = (means - mean).square() + var
-    spread = (torch.einsum("bhnk,bhnkd->bhkd", r, away) + own) / count[..., None]
-    same(after["means"], means)
-    same(after["log_var"].exp(), spread)
-    same(after["log_prior"].exp(), count / (tokens.shape[2] + 5))
-
-
-def test_variances_stop_at_the_floor():
-    """One entry never varies: its variance is a thousandth of the tokens' mean variance."""
-    q, k, v = clustered()
-    q[..., 1] = k[..., 1] = 5.0
-    tensors = GMA(num_components=4).fit(q, k)
-    mean_var = torch.cat([q, k], 2).var(2, correction=0).mean(-1)
-    floor = 1e-3 * mean_var[..., None].expand(2, 3, 4)
-    torch.testing.assert_close(tensors["log_var"][..., 1].exp(), floor, rtol=1e-6, atol=0)
-    assert (tensors["log_var"].exp() >= 0.999999 * floor[..., None]).all()
-    assert gma_attention(q, k, v, num_components=4).isfinite().all()
+    want = fit_mixture(tokens, num_components=6, num_iterations=3, init="even")
+    for name, tensor in want._asdict().items():
+        same(tensors[name], tensor, 0)
 
 
 @pytest.mark.parametrize("components", [1, 7, 64])
@@ -418,6 +462,17 @@ def test_the_tensors_come_together(absent):
         gma_attention(q, k, v, num_components=6, **tensors)
 
 
+@pytest.mark.parametrize("absent", ["means", "log_var", "log_prior"])
+def test_tensors_of_queries_come_together_and_with_those_of_keys(absent):
+    q, k, v = make_qkv(10)
+    own = {f"query_{n}": t for n, t in mixture().items()}
+    with pytest.raises(ValueError, match="need means, log_var and log_prior"):
+        gma_attention(q, k, v, num_components=6, **own)
+    del own[f"query_{absent}"]
+    with pytest.raises(ValueError, match=f"together.*missing query_{absent}"):
+        attend(q, k, v, mixture(), **own)
+
+
 @pytest.mark.parametrize("wrong", ["means", "log_var", "log_prior"])
 def test_shapes_of_tensors_are_checked(wrong):
     q, k, v = make_qkv(10)
@@ -427,6 +482,29 @@ def test_shapes_of_tensors_are_checked(wrong):
         attend(q, k, v, tensors)
     with pytest.raises(ValueError, match="gma: means must have shape"):
         gma_attention(q, k, v, num_components=5, **mixture())
+
+
+def test_shapes_of_other_tensors_are_checked():
+    q, k, v = make_qkv(10)
+    own = {f"query_{n}": t for n, t in mixture(components=5).items()}
+    with pytest.raises(ValueError, match="query_means must have shape"):
+        attend(q, k, v, mixture(), **own)
+    with pytest.raises(ValueError, match="log_temperature must have shape"):
+        attend(q, k, v, mixture(), log_temperature=torch.zeros(2))
+    with pytest.raises(ValueError, match="means must have shape"):
+        responsibilities(k, **{n: t[:2] for n, t in mixture().items()})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("temperature", 0.0), ("temperature", "root"), ("temperature", math.inf), ("epsilon", -1.0)],
+)
+def test_options_are_in_range(option, value):
+    q, k, v = make_qkv(10)
+    with pytest.raises(ValueError, match=option):
+        GMA(**{option: value})
+    with pytest.raises(ValueError, match=option):
+        gma_attention(q, k, v, **{option: value})
 
 
 @pytest.mark.parametrize("option", ["num_components", "num_iterations"])
@@ -446,10 +524,11 @@ def learner(**options):
     return GMAAttention(num_heads=3, head_dim=8, generator=source, **options)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_step_of_training_lowers_the_loss_and_keeps_a_mixture(causal):
+def test_a_step_of_training_lowers_the_loss_and_keeps_a_mixture(causal, shared):
     q, k, v = (x.float() for x in make_qkv(30))
-    module = learner(num_components=5)
+    module = learner(num_components=5, shared=shared, temperature="sqrt")
     goal = v.flip(2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = []
@@ -459,7 +538,7 @@ def test_a_step_of_training_lowers_the_loss_and_keeps_a_mixture(causal):
         optimizer.zero_grad()
         loss.backward()
         grads = [p.grad for p in module.parameters()]
-        assert len(grads) == 3
+        assert len(grads) == (4 if shared else 7)
         assert all(g.abs().amax((0, 2) if g.dim() == 3 else 0).min() > 0 for g in grads)
         optimizer.step()
     assert losses[1] < losses[0]
@@ -478,11 +557,14 @@ def test_variances_stay_above_the_floor_whatever_the_parameter():
 
 
 @pytest.mark.parametrize("dim", [8, 128])
-def test_a_new_module_routes_to_many_components(dim):
+@pytest.mark.parametrize("temperature", [1.0, "sqrt"])
+def test_a_new_module_routes_to_many_components(dim, temperature):
     """Responsibilities are neither one-hot nor equal, in any width."""
-    module = GMAAttention(num_heads=2, head_dim=dim, generator=torch.Generator().manual_seed(0))
+    source = torch.Generator().manual_seed(0)
+    module = GMAAttention(num_heads=2, head_dim=dim, generator=source, temperature=temperature)
     x = draw(1, 2, 200, dim, seed=1).float()
-    gamma = log_density(x, **{n: t.detach() for n, t in module.tensors().items()}).softmax(-1)
+    tensors = {n: t.detach() for n, t in module.tensors().items() if n != "log_temperature"}
+    gamma = responsibilities(x, **tensors, temperature=temperature)
     entropy = -(gamma * gamma.log()).sum(-1).mean() / math.log(128)
     assert 0.5 < entropy < 0.99
 
@@ -500,6 +582,21 @@ def test_calibration_is_the_fit_on_all_samples():
     same(module(q, k, v, enable_gqa=True).detach(), want, 1e-4)
 
 
+def test_calibration_of_separate_mixtures_pairs_their_components():
+    """Queries are fitted, and the keys from there, at the temperature of the option."""
+    q, k, v = (x.float() for x in clustered(60, dim=8))
+    module = learner(num_components=6, shared=False)
+    with torch.no_grad():
+        module.log_temperature.fill_(1.0)
+    module.calibrate(q, k)
+    flat = [x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k)]
+    queries = fit_mixture(flat[0], num_components=6, init="even")
+    keys = fit_mixture(flat[1], num_components=6, init=queries)
+    given = {n: t[0] for n, t in keys._asdict().items()}
+    own = {f"query_{n}": t[0] for n, t in queries._asdict().items()}
+    same(module(q, k, v).detach(), attend(q, k, v, given, **own), 1e-4)
+
+
 def test_calibration_on_equal_tokens_is_finite():
     module = learner(num_components=6)
     module.calibrate(torch.ones(1, 3, 5, 8), torch.ones(1, 3, 5, 8))
@@ -508,9 +605,12 @@ def test_calibration_on_equal_tokens_is_finite():
     assert module(q, k, v).isfinite().all()
 
 
-def test_the_modules_state_decodes():
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_modules_state_decodes(shared):
     q, k, v = (x.float() for x in make_qkv(12, group=2))
-    module = learner(num_components=5)
+    module = learner(num_components=5, shared=shared, epsilon=0.1)
+    with torch.no_grad():
+        module.log_temperature.copy_(torch.tensor([0.3, -0.5, 1.0]))
     want = module(q, k, v, is_causal=True, enable_gqa=True).detach()
     state = module.state(k[:, :, :4], v[:, :, :4], enable_gqa=True)
     for t in range(4, 12):
