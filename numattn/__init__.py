@@ -33,7 +33,7 @@ from numattn.engines import why_not as why_not
 from numattn.exact import Exact as Exact
 from numattn.exact import exact_attention as exact_attention
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> ModuleType:

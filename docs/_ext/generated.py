@@ -6,6 +6,7 @@ is left alone, so that Sphinx does not build its page again; a file no longer ma
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
@@ -18,11 +19,13 @@ from tables import COLUMNS, table, yes
 import numattn
 from numattn import Method, Unsupported
 from numattn.core.cost import Shape
+from numattn.core.module import AttentionModule
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 PACKAGES = ("core", "engines", "measure", "testing")
+FAMILIES = ("sparse", "lowrank", "kernel", "latent")
 LENGTHS = (1024, 4096, 16384)
 
 
@@ -56,6 +59,8 @@ def all_pages(notebooks: Path) -> Iterator[tuple[str, str]]:
     yield "api.md", api_index()
     for package in PACKAGES:
         yield f"api/{package}.md", api_page(package)
+    for family in FAMILIES:
+        yield f"api/{family}.md", family_page(family, records)
     for notebook in sorted(notebooks.glob("*.ipynb")):
         yield f"notebooks/{notebook.name}", notebook.read_text(encoding="utf-8")
 
@@ -182,10 +187,11 @@ def module_section(record: type[Method]) -> list[str]:
 
 def api_index() -> str:
     """The page above the API's pages."""
-    entries = "\n".join(f"api/{package}" for package in PACKAGES)
+    entries = "\n".join(f"api/{package}" for package in (*FAMILIES, *PACKAGES))
     return (
         "# API\n\nFunctions, records and modules of the methods are on the methods' "
-        f"[cards](methods.md).\n\n```{{toctree}}\n{entries}\n```\n"
+        "[cards](methods.md); the pages of the families have layers, and what belongs to several "
+        f"methods.\n\n```{{toctree}}\n{entries}\n```\n"
     )
 
 
@@ -200,6 +206,22 @@ def api_page(package: str) -> str:
     for name in names:
         title = [] if name == root.__name__ else [f"## {name}"]
         parts += [*title, rst(f".. automodule:: {name}\n   :members:")]
+    return "\n\n".join(parts) + "\n"
+
+
+def family_page(family: str, records: list[type[Method]]) -> str:
+    """What a family exports beside its methods: layers, feature maps, fits, diagnostics."""
+    on_cards: set[object] = {*records, *(record.function for record in records)}
+    parts = [f"# numattn.{family}"]
+    for name, value in vars(import_module(f"numattn.{family}")).items():
+        is_class = inspect.isclass(value)
+        if not (is_class or inspect.isfunction(value)) or value in on_cards:
+            continue
+        if is_class and issubclass(value, AttentionModule):
+            continue
+        how = "autoclass" if is_class else "autofunction"
+        members = "\n   :members:" if is_class else ""
+        parts.append(rst(f".. {how}:: {value.__module__}.{name}{members}"))
     return "\n\n".join(parts) + "\n"
 
 

@@ -18,8 +18,23 @@ from numattn.latent.grouped import GroupedQueryAttention as GroupedQueryAttentio
 from numattn.latent.grouped import GroupedTiedAttention as GroupedTiedAttention
 from numattn.latent.grouped import cache_table as cache_table
 from numattn.latent.mixture import Mixture as Mixture
+from numattn.latent.mixture import expected_components as expected_components
 from numattn.latent.mixture import fit_mixture as fit_mixture
+from numattn.latent.mixture import prune as prune
+from numattn.latent.mixture import reseed as reseed
+from numattn.latent.mixture import split as split
+from numattn.latent.mixture import stick_breaking_log_prior as stick_breaking_log_prior
 from numattn.latent.mla import MLA as MLA
 from numattn.latent.mla import MLAAttention as MLAAttention
 from numattn.latent.mla import MultiheadLatentAttention as MultiheadLatentAttention
 from numattn.latent.mla import mla_attention as mla_attention
+from numattn.latent.routing import component_usage as component_usage
+from numattn.latent.routing import dead_components as dead_components
+from numattn.latent.routing import normalized_mutual_information as normalized_mutual_information
+from numattn.latent.routing import plot_mutual_information as plot_mutual_information
+from numattn.latent.routing import plot_responsibilities as plot_responsibilities
+from numattn.latent.routing import plot_usage as plot_usage
+from numattn.latent.routing import (
+    soft_normalized_mutual_information as soft_normalized_mutual_information,
+)
+from numattn.latent.routing import usage_entropy as usage_entropy
