@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 PACKAGES = ("core", "engines", "measure", "testing")
-FAMILIES = ("sparse", "lowrank", "kernel", "latent")
+FAMILIES = ("lowrank", "kernel", "latent")
 LENGTHS = (1024, 4096, 16384)
 
 
