@@ -226,13 +226,18 @@ def _whole(w: _Work) -> tuple[Tensor, Tensor, Partial]:
     )
     slots = regularised(slots, w.epsilon)
     mean, mass = slots.finalize()
+    add = finite(mass)[..., None, :]
+    heavy = w.a._replace(constant=w.a.constant + add)
     out, lse = w.outputs()
     for r0, r1 in spans(w.q.shape[2], w.tile):
-        logits = w.a(w.q[:, :, r0:r1])
-        own = logits.logsumexp(-1) if w.want_lse else 0.0
-        logits = logits.add_(finite(mass)[..., None, :])
+        rows = w.q[:, :, r0:r1]
         if w.want_lse:
+            logits = w.a(rows)
+            own = logits.logsumexp(-1)
+            logits = logits.add_(add)
             lse[:, :, r0:r1] = logits.logsumexp(-1) - own
+        else:
+            logits = heavy(rows)
         out[:, :, r0:r1] = logits.softmax(-1) @ mean
     if w.want_lse:
         lse.masked_fill_((mass == -torch.inf).all(-1, keepdim=True), -torch.inf)

@@ -218,7 +218,7 @@ def responsibilities(
         raise ValueError(f"responsibilities: x must be (B, Hk, N, D); got {tuple(x.shape)}.")
     x = x.to(compute_dtype(x.dtype))
     mixture = Mixture(means, log_var, log_prior)
-    _check_shapes(x, mixture, means.shape[-2], "")
+    _check_shapes("responsibilities", x, mixture, means.shape[-2], "")
     tau: float | Tensor
     if isinstance(temperature, Tensor):
         tau = temperature.to(x)
@@ -348,18 +348,20 @@ def _given(
             f"missing {', '.join(missing)}."
         )
     mixture = Mixture(means, log_var, log_prior)
-    _check_shapes(like, mixture, num_components, prefix)
+    _check_shapes(INFO.name, like, mixture, num_components, prefix)
     return mixture
 
 
-def _check_shapes(like: Tensor, mixture: Mixture, num_components: int, prefix: str) -> None:
+def _check_shapes(
+    caller: str, like: Tensor, mixture: Mixture, num_components: int, prefix: str
+) -> None:
     """Refuse tensors that do not fit tokens (B, Hk, N, D)."""
     batch, heads, _, dim = like.shape
     tails = ((num_components, dim), (num_components, dim), (num_components,))
     for name, tensor, tail in zip(Mixture._fields, mixture, tails, strict=True):
         if tensor.shape not in ((heads, *tail), (batch, heads, *tail)):
             raise ValueError(
-                f"gma: {prefix}{name} must have shape {(heads, *tail)} or "
+                f"{caller}: {prefix}{name} must have shape {(heads, *tail)} or "
                 f"{(batch, heads, *tail)}; got {tuple(tensor.shape)}."
             )
 
@@ -565,19 +567,36 @@ class GMAAttention(AttentionModule):
         assert isinstance(options, GMA)
         self.log_temperature.zero_()
         if self.shared:
-            self._set("", _fit(x, options))
+            self.set_mixture(_fit(x, options))
             return
         number, steps = options.num_components, options.num_iterations
         queries = fit_mixture(x.q, num_components=number, num_iterations=steps, init="even")
-        self._set("query_", queries)
+        self.set_mixture(queries, of_queries=True)
         keys = fit_mixture(x.k, num_components=number, num_iterations=steps, init=queries)
-        self._set("", keys)
+        self.set_mixture(keys)
 
     @torch.no_grad()
-    def _set(self, prefix: str, mixture: Mixture) -> None:
-        self.get_parameter(f"{prefix}means").copy_(mixture.means[0])
-        self.get_parameter(f"{prefix}prior").copy_(mixture.log_prior[0])
-        var = mixture.log_var[0].double().exp()
+    def set_mixture(self, mixture: Mixture, *, of_queries: bool = False) -> None:
+        """Take a mixture, such as `fit_mixture`, `split`, `prune` or `reseed` returns.
+
+        The floor of a head's variances becomes half of the smallest.
+
+        Args:
+            mixture: With means (Hk, K, D), or (1, Hk, K, D).
+            of_queries: Whether it is that of the queries, where queries have one of their own.
+
+        Raises:
+            ValueError: The shapes are not those, or queries have none of their own.
+        """
+        if of_queries and self.shared:
+            raise ValueError("gma: of_queries=True needs a module made with shared=False.")
+        prefix = "query_" if of_queries else ""
+        means = self.get_parameter(f"{prefix}means")
+        like = means.new_empty((1, len(means), 0, means.shape[2]))
+        _check_shapes("set_mixture", like, mixture, means.shape[1], "")
+        means.copy_(mixture.means.view_as(means))
+        self.get_parameter(f"{prefix}prior").copy_(mixture.log_prior.view(means.shape[:2]))
+        var = mixture.log_var.view_as(means).double().exp()
         self.get_buffer(f"{prefix}floor").copy_(var.amin((1, 2), keepdim=True) / 2)
         self._set_var(prefix, var)
 

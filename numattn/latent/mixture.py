@@ -368,7 +368,8 @@ def split(
     the density is unchanged. The output of `gma_attention` is not: two tokens now meet in the
     component only if they fall into the same part of it, which has the probability
     :math:`f = p^2 + (1 - p)^2`. Where a share s of a row's weight ran through the component, the
-    row moves by :math:`s (1 - s)(1 - f) / (1 - s (1 - f))` in total variation. That is at most
+    row moves by at most :math:`s (1 - s)(1 - f) / (1 - s (1 - f))` in total variation, and by as
+    much where no other component serves the same keys. That is at most
     :math:`3 - 2 \sqrt 2 \approx 0.17` for p = 1/2, and at most p (1 - p) for any p, so a small
     share grows a trained model without a jump.
 

@@ -262,11 +262,13 @@ def plot_usage(usage: Tensor, *, threshold: float | None = None, axes: Axes | No
     dead = dead_components(usage, threshold)
     for chosen, color, name in ((~dead, _BLUE, "alive"), (dead, _ORANGE, "dead")):
         at = chosen.nonzero()[:, 0].tolist()
-        axes.bar(at, usage[chosen].tolist(), color=color, label=f"{name} ({len(at)})")
+        if at:  # a layout cannot place bars that are not there
+            axes.bar(at, usage[chosen].tolist(), color=color, label=f"{name} ({len(at)})")
     axes.axhline(1 / number, color=_GREY, linewidth=1, linestyle="--", label=f"1/{number}")
     # The bar of a dead component is too low to be seen: a cross stands on the axis.
-    at = dead.nonzero()[:, 0].tolist()
-    axes.plot(at, [0.0] * len(at), "x", color=_ORANGE, clip_on=False, zorder=3)
+    if dead.any():
+        at = dead.nonzero()[:, 0].tolist()
+        axes.plot(at, [0.0] * len(at), "x", color=_ORANGE, clip_on=False, zorder=3)
     axes.set(xlabel="component", ylabel="usage", xlim=(-0.7, number - 0.3))
     axes.set_title(f"entropy {usage_entropy(usage).relative.item():.2f} of log K", loc="left")
     axes.legend(frameon=False)

@@ -11,7 +11,7 @@ from numattn import Unsupported, padding_mask
 from numattn.core.inputs import fold
 from numattn.latent import GMA, GMAAttention, gma_attention
 from numattn.latent.gma import responsibilities, responsibility_lipschitz
-from numattn.latent.mixture import fit_mixture
+from numattn.latent.mixture import Mixture, fit_mixture
 from numattn.testing import make_qkv
 
 
@@ -616,3 +616,30 @@ def test_the_modules_state_decodes(shared):
     for t in range(4, 12):
         state.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         same(state.attend(q[:, :, t : t + 1]), want[:, :, t : t + 1], 1e-5)
+
+
+@pytest.mark.parametrize("of_queries", [False, True])
+def test_a_mixture_can_be_given_to_a_module(of_queries):
+    q, k, v = make_qkv(30, heads=3, value_dim=8)
+    mixture = fit_mixture(q, num_components=4)
+    one = Mixture(*(t[0] for t in mixture))
+    module = GMAAttention(num_heads=3, head_dim=8, num_components=4, shared=not of_queries).double()
+    module.set_mixture(one, of_queries=of_queries)
+    prefix = "query_" if of_queries else ""
+    for name, tensor in one._asdict().items():
+        torch.testing.assert_close(module.tensors()[prefix + name], tensor, rtol=1e-10, atol=1e-10)
+    removed = Mixture(
+        one.means, one.log_var, one.log_prior.index_fill(1, torch.tensor(2), -torch.inf)
+    )
+    module.set_mixture(removed, of_queries=of_queries)
+    assert (module.tensors()[prefix + "log_prior"][:, 2] == -torch.inf).all()
+    assert module(q, k, v).isfinite().all()
+
+
+def test_a_mixture_that_does_not_fit_is_refused():
+    module = GMAAttention(num_heads=3, head_dim=8, num_components=4)
+    q, _, _ = make_qkv(30, heads=3)
+    with pytest.raises(ValueError, match="set_mixture: means must have shape"):
+        module.set_mixture(fit_mixture(q[:1], num_components=5))
+    with pytest.raises(ValueError, match="shared=False"):
+        module.set_mixture(fit_mixture(q[:1], num_components=4), of_queries=True)

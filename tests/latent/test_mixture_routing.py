@@ -308,6 +308,14 @@ def test_usage_is_drawn(axes):
     assert len(axes.containers[-1]) == 3
 
 
+def test_nothing_is_drawn_of_nothing(axes):
+    """Empty bars would break a constrained layout, and a legend would list them."""
+    plot_usage(torch.full((4,), 0.25), axes=axes)
+    assert len(axes.containers) == 1
+    assert len(axes.lines) == 1
+    assert not any("dead" in text.get_text() for text in axes.get_legend().get_texts())
+
+
 def test_responsibilities_are_drawn(axes):
     gamma = gammas(7, 3)
     names = list("abcdefg")
