@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,8 +17,6 @@ from numattn.engines.latent import latent_attention
 from numattn.engines.softmax import fused_attention, key_bias, softmax_partial
 from numattn.latent.mla import (
     MultiheadLatentAttention,
-    absorbed_attention,
-    expanded_attention,
     tile_pairs,
 )
 
@@ -401,72 +398,6 @@ class GroupedLatentAttention(MultiheadLatentAttention):
         width = num_latents * kv_rank
         self.kv_a_proj_with_mqa = nn.Linear(embed_dim, width + rope_dim, bias=bias)
         self.kv_a_layernorm = _LatentNorm(num_latents, kv_rank, norm_eps) if latent_norm else None
-
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = True,
-        state: LayerState | None = None,
-        absorbed: bool | None = None,
-    ) -> Tensor:
-        """Attend among hidden states, as `MultiheadLatentAttention.forward`.
-
-        Args:
-            hidden: (B, N, embed_dim).
-            attn_mask: bool key padding (B, 1, 1, N); not with a state.
-            is_causal: Token i attends to tokens j <= i. Always so with a state.
-            state: Of `state`; takes in the tokens of this call.
-            absorbed: The absorbed form, or the expanded one; None takes that of fewer operations.
-
-        Returns:
-            (B, N, embed_dim).
-        """
-        self._check(hidden, attn_mask, state)
-        if hidden.shape[1] == 0:
-            return hidden
-        position = positions(hidden, attn_mask, 0 if state is None else state.length)
-        entry = self._entry(hidden, position)
-        if state is not None:
-            entry, is_causal = self._keep(state, entry), True
-        latent, rope = entry.split([self.num_latents * self.kv_rank, self.rope_dim], 3)
-        if absorbed is None:
-            absorbed = self.absorbs(hidden.shape[1], entry.shape[2], is_causal=is_causal)
-        attend = absorbed_attention if absorbed else expanded_attention
-        q, q_rope = self._queries(hidden, position)
-        out = attend(
-            q,
-            q_rope,
-            heads(latent[:, 0], self.num_latents),
-            rope,
-            self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)),
-            scale=self.scale,
-            bias=key_bias(None if attn_mask is None else attn_mask[:, 0], hidden),
-            is_causal=is_causal,
-        )
-        return self.o_proj(joined(out))
-
-    def state(self, batch: int = 1) -> Cache:
-        """A state without tokens: ``latent`` (B, 1, 0, G d_c + d_r) holds [c_1, ..., c_G, r]."""
-        width = self.kv_a_proj_with_mqa.out_features
-        return Cache(latent=self.kv_a_proj_with_mqa.weight.new_empty((batch, 1, 0, width)))
-
-    def cost(
-        self, batch: int, length: int, *, is_causal: bool = True, absorbed: bool | None = None
-    ) -> Cost:
-        cost = super().cost(batch, length, is_causal=is_causal, absorbed=absorbed)
-        units = self.kv_a_proj_with_mqa.out_features
-        cache = batch * length * units * self.o_proj.weight.element_size()
-        return replace(cost, cache=cache, units=units)
-
-    def _entry(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """What every token leaves, [c_1, ..., c_G, r]: (B, 1, N, G d_c + d_r)."""
-        down = self.kv_a_proj_with_mqa(hidden)[:, None]
-        latent, rope = down.split([self.num_latents * self.kv_rank, self.rope_dim], 3)
-        if self.kv_a_layernorm is not None:
-            latent = self.kv_a_layernorm(latent)
-        return torch.cat([latent, self.rotary(rope, position[:, None])], 3)
 
 
 class _LatentNorm(nn.RMSNorm):

@@ -199,6 +199,8 @@ class MultiheadLatentAttention(AttentionLayer):
         (torch.Size([2, 10, 32]), torch.Size([2, 1, 10, 20]))
     """
 
+    num_latents = 1
+
     def __init__(
         self,
         embed_dim: int,
@@ -293,12 +295,12 @@ class MultiheadLatentAttention(AttentionLayer):
         if absorbed is None:
             absorbed = self.absorbs(hidden.shape[1], entry.shape[2], is_causal=is_causal)
         q, q_rope = self._queries(hidden, position)
-        latent, rope = entry.split([self.kv_rank, self.rope_dim], 3)
+        latent, rope = entry.split([self._width - self.rope_dim, self.rope_dim], 3)
         attend = absorbed_attention if absorbed else expanded_attention
         out = attend(
             q,
             q_rope,
-            latent,
+            heads(latent[:, 0], self.num_latents),
             rope,
             self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)),
             scale=self.scale,
@@ -309,8 +311,8 @@ class MultiheadLatentAttention(AttentionLayer):
 
     def state(self, batch: int = 1) -> Cache:
         """A state without tokens: ``latent`` (B, 1, 0, d_c + d_r) holds [c, r]."""
-        width = self.kv_rank + self.rope_dim
-        return Cache(latent=self.kv_a_proj_with_mqa.weight.new_empty((batch, 1, 0, width)))
+        weight = self.kv_a_proj_with_mqa.weight
+        return Cache(latent=weight.new_empty((batch, 1, 0, self._width)))
 
     def absorbs(self, queries: int, keys: int, *, is_causal: bool = True) -> bool:
         """Whether the absorbed form needs no more operations, for the last `queries` of `keys`."""
@@ -331,9 +333,13 @@ class MultiheadLatentAttention(AttentionLayer):
         pair = 2 * self.kv_rank + self.rope_dim if absorbed else both + self.rope_dim
         projections = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         flops = 2 * batch * (length * projections + self.num_heads * pairs * pair)
-        units = self.kv_rank + self.rope_dim
-        cache = batch * length * units * self.o_proj.weight.element_size()
-        return Cost(flops, self._io(batch, length), cache, units)
+        cache = batch * length * self._width * self.o_proj.weight.element_size()
+        return Cost(flops, self._io(batch, length), cache, units=self._width)
+
+    @property
+    def _width(self) -> int:
+        """Numbers that a token leaves."""
+        return self.kv_a_proj_with_mqa.out_features
 
     def _queries(self, hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (B, H, N, d_n), and those that are rotated, (B, H, N, d_r)."""
@@ -347,7 +353,7 @@ class MultiheadLatentAttention(AttentionLayer):
     def _entry(self, hidden: Tensor, position: Tensor) -> Tensor:
         """What every token leaves, [c, r]: (B, 1, N, d_c + d_r)."""
         down = self.kv_a_proj_with_mqa(hidden)[:, None]
-        latent, rope = down.split([self.kv_rank, self.rope_dim], 3)
+        latent, rope = down.split([self._width - self.rope_dim, self.rope_dim], 3)
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
         return torch.cat([latent, self.rotary(rope, position[:, None])], 3)
