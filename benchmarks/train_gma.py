@@ -166,26 +166,25 @@ class ListOps:
         }
 
 
-def expression(size: int, rng: random.Random) -> tuple[list[int], int]:
+def expression(size: int, rng: random.Random, depth: int = 3) -> tuple[list[int], int]:
     """An expression of exactly `size` tokens, at least 3, and its value.
 
-    It has 2 to 10 parts (fewer where it is short) which share its tokens at random: one token is a
-    digit, two are two digits, more are an expression.
+    Its digits come from one random range of five, so that not every long list has the same
+    maximum. Among them stand up to three expressions of a depth less by one, each of 3 tokens up to
+    a quarter of the size.
     """
     operator = rng.randrange(len(OPERATORS))
-    tokens, values = [operator], []
-    left = size - 2
-    cuts = sorted(rng.sample(range(1, left), min(rng.randint(1, 9), left - 1)))
-    for start, end in zip([0, *cuts], [*cuts, left], strict=True):
-        if end - start > 2:
-            part, value = expression(end - start, rng)
-            tokens += part
-            values.append(value)
-        else:
-            digits = [rng.randrange(10) for _ in range(end - start)]
-            tokens += [DIGIT + digit for digit in digits]
-            values += digits
-    return [*tokens, CLOSE], apply(OPERATORS[operator], values)
+    low, left = rng.randint(0, 5), size - 2
+    parts = []
+    if depth > 1 and size >= 12:
+        for _ in range(rng.randint(0, 3)):
+            parts.append(expression(rng.randint(3, size // 4), rng, depth - 1))
+            left -= len(parts[-1][0])
+    digits = [rng.randint(low, low + 4) for _ in range(left)]
+    parts += [([DIGIT + digit], digit) for digit in digits]
+    rng.shuffle(parts)
+    tokens = [token for part, _ in parts for token in part]
+    return [operator, *tokens, CLOSE], apply(OPERATORS[operator], [value for _, value in parts])
 
 
 def apply(operator: str, values: Sequence[int]) -> int:
