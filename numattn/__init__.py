@@ -20,13 +20,16 @@ from numattn import kernel as kernel
 from numattn import latent as latent
 from numattn import lowrank as lowrank
 from numattn import sparse as sparse
+from numattn import tensor as tensor
 from numattn.core.info import Info as Info
 from numattn.core.inputs import Unsupported as Unsupported
 from numattn.core.masks import padding_mask as padding_mask
 from numattn.core.method import Method as Method
 from numattn.core.registry import get as get
+from numattn.core.registry import layers as layers
 from numattn.core.registry import methods as methods
 from numattn.core.registry import register as register
+from numattn.core.registry import register_layer as register_layer
 from numattn.engines import backend as backend
 from numattn.engines import resolve as resolve
 from numattn.engines import why_not as why_not

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 PACKAGES = ("core", "engines", "measure", "testing")
-FAMILIES = ("lowrank", "kernel", "latent")
+FAMILIES = ("lowrank", "kernel", "latent", "tensor")
 LENGTHS = (1024, 4096, 16384)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from numattn.core.cost import Cost
-from numattn.core.inputs import Unsupported
+from numattn.core.inputs import Unsupported, positive
+from numattn.core.rotary import Rotary
 from numattn.core.state import Buffer
 
 
@@ -54,6 +56,35 @@ class Cache(LayerState):
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths of the attention of a model, from which layers of every kind can be made.
+
+    Attributes:
+        embed_dim: Width of the hidden states.
+        num_heads: H.
+        kv_heads: Hk, a divisor of H; H where keys are not shared.
+        head_dim: D, width of a query and a key.
+        value_dim: E, width of a value.
+        plain_dim: Width of that part of a key from a latent which is not rotated.
+        rope_dim: Width of a rotated key that heads share.
+        latent_dim: Width of a latent for keys and values of all heads.
+        group_latent_dim: Width of each of two latents, for half of the heads each.
+        query_rank: Width of a latent of the queries, or None.
+    """
+
+    embed_dim: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    plain_dim: int
+    rope_dim: int
+    latent_dim: int
+    group_latent_dim: int
+    query_rank: int | None = None
 
 
 class AttentionLayer(nn.Module):
@@ -103,6 +134,15 @@ class AttentionLayer(nn.Module):
         one token leaves in it, and ``bytes`` those of parameters, input and output.
         """
 
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> dict[str, AttentionLayer]:
+        """Layers of this kind, by name, that a model of this shape may have.
+
+        They are the rows of `numattn.measure.cache_table`; none, unless a layer has a cache that
+        grows with every token.
+        """
+        return {}
+
     def _io(self, batch: int, length: int) -> int:
         """Bytes of parameters, input and output."""
         itemsize = next(self.parameters()).element_size()
@@ -147,3 +187,50 @@ def heads(x: Tensor, count: int) -> Tensor:
 def joined(x: Tensor) -> Tensor:
     """(B, count, N, width) -> (B, N, count * width)."""
     return x.transpose(1, 2).flatten(2)
+
+
+def extend(layer: AttentionLayer, state: LayerState, **new: Tensor) -> Cache:
+    """Add tokens to a state of the layer, which must be its own."""
+    name = type(layer).__name__
+    if not isinstance(state, Cache):
+        raise TypeError(f"{name}: state must be one that {name}.state made; got {state!r}.")
+    for key, tensor in new.items():
+        if len(state[key]) != len(tensor):
+            raise ValueError(
+                f"{name}: the state holds {len(state[key])} sequences, hidden has {len(tensor)}; "
+                f"make it with {name}.state({len(tensor)})."
+            )
+    state.append(**new)
+    return state
+
+
+def layer_cost(layer: AttentionLayer, batch: int, length: int, products: int, units: int) -> Cost:
+    """The cost of projections and of so many products a sequence beside them."""
+    weights = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    flops = 2 * batch * (length * sum(w.numel() for w in weights) + products)
+    cache = batch * length * units * weights[0].element_size()
+    return Cost(flops, layer._io(batch, length), cache, units)
+
+
+def check_sizes(name: str, **sizes: int) -> None:
+    """Refuse sizes that are not positive."""
+    for option, size in sizes.items():
+        positive(name, option, size)
+
+
+def check_shared(name: str, num_heads: int, option: str, count: int) -> None:
+    """Refuse heads that cannot share `count` things evenly."""
+    check_sizes(name, num_heads=num_heads, **{option: count})
+    if num_heads % count:
+        raise ValueError(f"{name}: {option} must divide num_heads, {num_heads}; got {count}.")
+
+
+def check_rotary(name: str, rotary: Rotary | None, option: str, width: int) -> None:
+    """Refuse a rotation of another width."""
+    if rotary is not None and rotary.dim != width:
+        raise ValueError(f"{name}: rotary turns {rotary.dim} coordinates, {option} is {width}.")
+
+
+def logit_factor(rotary: Rotary | None) -> float:
+    """What a rotation, or none, asks the logits to be multiplied by."""
+    return 1.0 if rotary is None else rotary.logit_factor

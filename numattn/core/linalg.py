@@ -260,15 +260,34 @@ def masked_mean(x: Tensor, padding: Tensor | None) -> Tensor:
     return (x * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
 
 
+def affine(x: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """The sum x @ weight + offset: the product starts from the offset, and no pass adds it.
+
+    Args:
+        x: (B, H, n, D).
+        weight: (B or 1, H or 1, D, m).
+        offset: (B or 1, H or 1, n or 1, m or 1).
+    """
+    lead = torch.broadcast_shapes(x.shape[:-2], weight.shape[:-2])
+    x, weight, offset = (t.expand(*lead, -1, -1).flatten(0, 1) for t in (x, weight, offset))
+    offset = offset.expand(-1, x.shape[1], weight.shape[2])
+    return torch.baddbmm(offset, x, weight).unflatten(0, lead)
+
+
 def exp_(x: Tensor) -> Tensor:
     """e^x in place, as a power of two: torch's exp crawls on a CPU where results underflow."""
     return x.mul_(_LOG2E).exp2_()
 
 
+def exp_minus(x: Tensor, shift: Tensor) -> Tensor:
+    """e^(x - shift) in two passes over x."""
+    return torch.add(shift * -_LOG2E, x, alpha=_LOG2E).exp2_()
+
+
 def exp_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """e^(x - s), and s (..., m), the largest entry of each column of x (..., n, m), a constant."""
     shift = x.detach().amax(-2)
-    return exp_(x - finite(shift)[..., None, :]), shift
+    return exp_minus(x, finite(shift)[..., None, :]), shift
 
 
 @torch.library.custom_op("numattn::exp_matmul", mutates_args=())
@@ -296,7 +315,7 @@ def _left(a: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     """The factor with left_ir e^(b_jr - peak_r) = exp(a_ir + b_jr - shift_i), none above 1."""
     raised = a + finite(peak)[..., None, :]
     shift = finite(raised.amax(-1, keepdim=True))
-    return exp_(raised.sub_(shift)), shift[..., 0]
+    return exp_minus(raised, shift), shift[..., 0]
 
 
 def _rows(marked: Tensor, b: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:

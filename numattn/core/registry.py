@@ -1,4 +1,4 @@
-"""The registry: every method there is, and the check that record and function agree."""
+"""The registry: every method and layer there is; the check that record and function agree."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from numattn.core.info import FAMILIES
+from numattn.core.layer import AttentionLayer
 from numattn.core.method import Method
 
 _METHODS: dict[str, type[Method]] = {}
+_LAYERS: list[type[AttentionLayer]] = []
 
 _COMMON = ("attn_mask", "is_causal", "scale", "enable_gqa", "generator")
 
 M = TypeVar("M", bound=type[Method])
+L = TypeVar("L", bound=type[AttentionLayer])
 
 
 def register(record: M) -> M:
@@ -55,6 +58,17 @@ def methods() -> list[type[Method]]:
     """Every registered record class, by family and then by name."""
     order = {family: i for i, family in enumerate(FAMILIES)}
     return sorted(_METHODS.values(), key=lambda m: (order[m.info.family], m.info.name))
+
+
+def register_layer(layer: L) -> L:
+    """Class decorator: enter a layer into the registry."""
+    _LAYERS.append(layer)
+    return layer
+
+
+def layers() -> list[type[AttentionLayer]]:
+    """Every registered class of layers, family by family."""
+    return list(_LAYERS)
 
 
 def get(name: str, **options: Any) -> Method:

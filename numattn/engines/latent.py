@@ -1,4 +1,7 @@
-r"""Attention to a latent that is key and value at once: absorbed decoding of latent attention.
+r"""Attention to what is kept of tokens in place of their keys and values, which are never formed.
+
+`latent_attention` attends to a latent that is key and value at once, the absorbed decoding of
+latent attention; `factored_attention` to keys and values that are sums of products of factors.
 
 What a token leaves in the cache is one vector c of a group of heads, and a rotated vector r that
 all heads share. The first entries of c are the key, all of it is the value:
@@ -8,15 +11,25 @@ all heads share. The first entries of c are the key, all of it is the value:
 
 Projections of heads that the model has between c and its keys and values stand on the side of the
 query and of the output, so nothing is expanded to the width of the heads.
+
+Of factors (see `Factors`) a query and a key of head h have the product
+
+.. math:: s_{ij} = \mathrm{scale} \sum_{r, s} a^Q_{irh}\, a^K_{jsh}\; b^Q_{ir} \cdot b^K_{js},
+
+whose inner products are the same for all heads. It is contracted pair by pair, in the order of the
+fewest operations for the shape of a tile, which opt_einsum finds.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from numattn.core.linalg import exp_minus, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.engines.softmax import ROWS
@@ -91,3 +104,221 @@ def _strip(
             logits = logits.masked_fill(~seen, -torch.inf)
         part = part.merge(Partial.from_logits(logits, c))
     return part.num, part.den, part.shift
+
+
+class Factors(NamedTuple):
+    r"""A vector for every head of every token, :math:`x_h = \sum_r a_{rh}\, b_r`.
+
+    Attributes:
+        a: Factors of the heads, (B, R, N, H), or (R, H) where all tokens share them. None where
+            x_h is b_h itself.
+        b: Factors of the features, (B, R, N, D), or (R, D) where all tokens share them.
+    """
+
+    a: Tensor | None
+    b: Tensor
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.b.shape[1] if self.a is None else self.a.shape[-1]
+
+    @property
+    def length(self) -> int:
+        """N, 1 where all tokens are alike."""
+        return max(t.shape[2] for t in self if t is not None and t.dim() == 4)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.b.shape[-3 if self.b.dim() == 4 else 0]
+
+    def expand(self) -> Tensor:
+        """The vectors, (B, H, N, D)."""
+        return contract("bhnd", *self.named("rnd"))
+
+    def named(self, letters: str) -> list[tuple[Tensor, str]]:
+        """Its tensors with the letters of their dimensions; `letters` are those of R, N and D."""
+        if self.a is None:
+            return [(self.b, "bh" + letters[1:])]
+        heads = letters[:2] + "h"
+        return [
+            (t, name[::2] if t.dim() == 2 else "b" + name)
+            for t, name in ((self.a, heads), (self.b, letters))
+        ]
+
+    def to(self, dtype: torch.dtype) -> Factors:
+        """In a type of computation."""
+        return Factors(None if self.a is None else self.a.to(dtype), self.b.to(dtype))
+
+    def cut(self, first: int, last: int) -> Factors:
+        """Of tokens [first, last)."""
+
+        def part(t: Tensor) -> Tensor:
+            return t if t.dim() == 2 else t[:, :, first:last]
+
+        return Factors(None if self.a is None else part(self.a), part(self.b))
+
+
+def factored_attention(
+    q: Factors,
+    k: Factors,
+    v: Factors,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention among factored queries, keys and values, with its log normaliser.
+
+    Args:
+        q: Of Nq queries, float32 or float64, H heads of D features.
+        k: Of M keys, H heads of D features; of any type, brought to q's tile by tile.
+        v: Of M values, H heads of E features.
+        scale: Factor of the logits.
+        bias: Per-key bias (B or 1, 1, M); -inf removes a key.
+        is_causal: Query i attends to keys j <= first + i.
+        first: Position of query 0 counted from key 0, when causal.
+
+    Returns:
+        out (B, H, Nq, E) and lse (B, H, Nq). A row that may attend to nothing gives zeros and
+        -inf.
+
+    Cost: `factored_flops`. What is kept is read once for every 256 queries, in tiles that are
+    merged.
+    """
+    parts = []
+    length = k.length
+    for r0, r1 in spans(q.length, ROWS):
+        last = min(length, first + r1) if is_causal else length
+        start = first + r0 if is_causal else None
+        strip = partial(_factored_strip, scale, start)
+        rows, keys, values = q.cut(r0, r1), k.cut(0, last), v.cut(0, last)
+        own = None if bias is None else bias[..., :last]
+        parts.append(Partial(*recompute(strip, *rows, *keys, *values, own)))
+    return Partial.cat(parts, 2).finalize()
+
+
+def _factored_strip(
+    scale: float,
+    start: int | None,
+    a_q: Tensor | None,
+    b_q: Tensor,
+    a_k: Tensor | None,
+    b_k: Tensor,
+    a_v: Tensor | None,
+    b_v: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's rows over all that is kept, some tokens at a time."""
+    q, k, v = Factors(a_q, b_q * scale), Factors(a_k, b_k), Factors(a_v, b_v)
+    shape = (b_q.shape[0], q.num_heads, q.length)
+    part = Partial.zeros(shape, b_v.shape[-1], b_q)
+    for c0, c1 in spans(k.length, _wide(q, k, v)):
+        keys, values = (f.cut(c0, c1).to(b_q.dtype) for f in (k, v))
+        logits = contract("bhnm", *q.named("rnd"), *keys.named("smd"))
+        if bias is not None:
+            logits = logits + bias[..., None, c0:c1]
+        if start is not None and start - c0 < c1 - c0 - 1:
+            seen = visible(q.length, c1 - c0, start - c0, 1, logits.device)
+            logits = logits.masked_fill(~seen, -torch.inf)
+        shift = logits.detach().amax(-1)
+        weight = exp_minus(logits, finite(shift)[..., None])
+        num = contract("bhne", (weight, "bhnm"), *values.named("tme"))
+        part = part.merge(Partial(num, weight.sum(-1), shift))
+    return part.num, part.den, part.shift
+
+
+def _wide(q: Factors, k: Factors, v: Factors) -> int:
+    """Tokens of a tile, whose logits for every rank are the largest tensor."""
+    elements = len(q.b) * q.num_heads * q.length * max(k.rank, v.rank)
+    return max(tile_elements(q.b.device) // max(4 * elements, 1), 64)
+
+
+def contract(output: str, *operands: tuple[Tensor, str]) -> Tensor:
+    """Sum of products of tensors with named dimensions, pair by pair in the cheapest order.
+
+    Args:
+        output: Letters of the result.
+        operands: Tensors with the letters of their dimensions.
+    """
+    tensors = [tensor for tensor, _ in operands]
+    equation = ",".join(letters for _, letters in operands) + "->" + output
+    for picked, pair in _order(equation, *(tuple(t.shape) for t in tensors)):
+        some = [tensors.pop(i) for i in picked]
+        tensors.append(_pair(pair, *some) if len(some) == 2 else torch.einsum(pair, *some))
+    return tensors[0]
+
+
+@lru_cache(maxsize=1024)
+def _order(equation: str, *shapes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Which operands to contract, and how, step after step."""
+    from opt_einsum import contract_path
+
+    _, found = contract_path(equation, *shapes, shapes=True, optimize="optimal")
+    return tuple((picked, pair) for picked, _, pair, *_ in found.contraction_list)
+
+
+def _pair(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """Two tensors contracted: by a matrix product, or where one side is a vector, elementwise.
+
+    Many products of a small matrix and a vector would not run at the speed of a product.
+    """
+    if _is_product(equation):
+        return torch.einsum(equation, x, y)
+    left, right, output = equation.replace("->", ",").split(",")
+    summed = sorted(set(left) & set(right) - set(output))
+    order = [*output, *summed]
+    x, y = (_aligned(t, letters, order) for t, letters in ((x, left), (y, right)))
+    if not summed:
+        return x * y
+    xs, ys = (t.flatten(len(output)).unbind(-1) for t in (x, y))
+    total = xs[0] * ys[0]
+    for some in zip(xs[1:], ys[1:], strict=True):
+        total = torch.addcmul(total, *some)
+    return total.contiguous()
+
+
+def _is_product(equation: str) -> bool:
+    """Whether a contraction is a product of matrices: both sides have rows of their own."""
+    left, right, output = (set(part) for part in equation.replace("->", ",").split(","))
+    return bool(left - right and right - left and left & right - output)
+
+
+def _aligned(x: Tensor, letters: str, order: list[str]) -> Tensor:
+    """Dimensions brought into an order, of size 1 where x has them not."""
+    x = x.permute([letters.index(c) for c in order if c in letters])
+    return x[tuple(slice(None) if c in letters else None for c in order)]
+
+
+def factored_flops(
+    q: Factors, k: Factors, v: Factors, *, is_causal: bool = False, first: int = 0
+) -> int:
+    """Operations of the matrix products of `factored_attention`, from shapes alone.
+
+    Args:
+        q: As in `factored_attention`, like all others; tensors may be on the device "meta".
+        k: Of keys.
+        v: Of values.
+        is_causal: Whether it is causal.
+        first: Position of query 0 counted from key 0.
+    """
+    total = 0
+    for r0, r1 in spans(q.length, ROWS):
+        rows, last = q.cut(r0, r1), min(k.length, first + r1) if is_causal else k.length
+        for c0, c1 in spans(last, _wide(rows, k, v)):
+            keys, values = k.cut(c0, c1), v.cut(c0, c1)
+            weight = torch.empty((len(q.b), q.num_heads, r1 - r0, c1 - c0), device="meta")
+            total += _flops("bhnm", *rows.named("rnd"), *keys.named("smd"))
+            total += _flops("bhne", (weight, "bhnm"), *values.named("tme"))
+    return total
+
+
+def _flops(output: str, *operands: tuple[Tensor, str]) -> int:
+    """Operations of the matrix products of `contract`."""
+    sizes = {c: n for t, letters in operands for c, n in zip(letters, t.shape, strict=True)}
+    equation = ",".join(letters for _, letters in operands) + "->" + output
+    steps = [pair for _, pair in _order(equation, *(tuple(t.shape) for t, _ in operands))]
+    letters = [set(pair) - set(",->") for pair in steps if _is_product(pair)]
+    return sum(2 * math.prod(sizes[c] for c in found) for found in letters)

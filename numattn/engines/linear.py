@@ -15,30 +15,63 @@ scale of the features, and a causal row depends on no later token, not even thro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from numattn.core.inputs import compute_dtype, fold, unfold
-from numattn.core.linalg import exp_columns, exp_matmul, finite
+from numattn.core.linalg import affine, exp_columns, exp_matmul, exp_minus, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.core.state import State
-from numattn.engines.tiles import recompute, sizes, split, tile_elements
+from numattn.engines.tiles import join, recompute, sizes, split, tile_elements
 
 Feature = Callable[[Tensor], Tensor]  # (B, H, n, D) -> (B, H, n, m)
 
 CHUNK = 128  # positions of a causal chunk
 
 
-def write(psi: Tensor, v: Tensor, padding: Tensor | None, log: bool) -> Partial:
+@dataclass(frozen=True)
+class LogLinear:
+    """Log-features x @ weight + offset, a `Feature` that others can be added to at no cost.
+
+    Attributes:
+        weight: (B or 1, H or 1, D, m).
+        offset: (B or 1, H or 1, 1, m), or None for none.
+    """
+
+    weight: Tensor
+    offset: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Log-features of a tile."""
+        return x @ self.weight if self.offset is None else affine(x, self.weight, self.offset)
+
+    def plus(self, offset: Tensor) -> LogLinear:
+        """The sum with numbers that all rows share."""
+        return LogLinear(self.weight, offset if self.offset is None else self.offset + offset)
+
+
+def write(
+    psi: Tensor, v: Tensor, padding: Tensor | None, log: bool, before: Partial | None = None
+) -> Partial:
     """Sum tokens into slots: features (B, H, n, m), values (B, H, n, E) -> rows are features.
 
-    padding: bool (B or 1, 1, n), True = exists.
+    padding: bool (B or 1, 1, n), True = exists. `before`: slots that the tokens are added to.
     """
-    return _into_slots(*_weigh(_masked(psi, padding, log), log), v)
+    psi = _masked(psi, padding, log)
+    if before is None:
+        return _into_slots(*_weigh(psi, log), v)
+    if not log:
+        return _add(before, _into_slots(*_weigh(psi, log), v), log)
+    shift = torch.maximum(before.shift, psi.detach().amax(-2))
+    weight, old = exp_minus(psi, finite(shift)[..., None, :]), (before.shift - finite(shift)).exp()
+    new = _into_slots(weight, shift, v)
+    num = torch.addcmul(new.num, before.num, old[..., None])
+    return Partial(num, torch.addcmul(new.den, before.den, old), shift)
 
 
 def _masked(psi: Tensor, padding: Tensor | None, log: bool) -> Tensor:
@@ -54,7 +87,7 @@ def _weigh(psi: Tensor, log: bool) -> tuple[Tensor, Tensor]:
 
 
 def _into_slots(weight: Tensor, shift: Tensor, v: Tensor) -> Partial:
-    return Partial(weight.mT @ v, weight.sum(-2), shift)
+    return Partial((v.mT @ weight).mT, weight.sum(-2), shift)  # faster than weight.mT @ v
 
 
 def read(phi: Tensor, slots: Partial, log: bool) -> Partial:
@@ -148,17 +181,18 @@ def collect(
 ) -> Partial:
     """Write all keys into slots, tile by tile."""
 
-    def step(k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        part = write(psi(k), v, padding, log)
-        return part.num, part.den, part.shift
+    def step(
+        k: Tensor, v: Tensor, padding: Tensor | None, *before: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slots = write(psi(k), v, padding, log, Partial(*before) if before else None)
+        return slots.num, slots.den, slots.shift
 
-    slots: Partial | None = None
+    slots: tuple[Tensor, ...] = ()
     tiles = sizes(k.shape[2], _tile_rows(k, num_features))
     for tokens in zip(*(split(x, tiles) for x in (k, v, padding)), strict=True):
-        part = Partial(*recompute(step, *tokens))
-        slots = part if slots is None else _add(slots, part, log)
-    assert slots is not None  # callers return early on empty inputs
-    return slots
+        slots = recompute(step, *tokens, *slots)
+    num, *rest = slots
+    return Partial(num.contiguous(), *rest)
 
 
 def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
@@ -169,12 +203,13 @@ def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
         den = finite(lse)[..., None, :]
 
     def step(q: Tensor, num: Tensor, den: Tensor) -> Tensor:
-        if log:
-            return torch.softmax(phi(q) + den, -1) @ num
-        return read(phi(q), Partial(num, den, den), log).out()
+        if not log:
+            return read(phi(q), Partial(num, den, den), log).out()
+        logits = phi.plus(den)(q) if isinstance(phi, LogLinear) else phi(q) + den
+        return torch.softmax(logits, -1) @ num
 
     tiles = split(q, sizes(q.shape[2], _tile_rows(q, slots.den.shape[-1])))
-    return torch.cat([recompute(step, tile, num, den) for tile in tiles], 2)
+    return join((recompute(step, tile, num, den) for tile in tiles), q.shape[2])
 
 
 def _causal(
@@ -203,17 +238,18 @@ def _causal(
         part = within(fq, fk, values, read(fq, before, log), group, log, columns)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
-    outs: list[Tensor] = []
-    state: list[Tensor | None] = [None, None, None]
     chunks = _chunk_spans(k.shape[2], max(_tile_rows(k, num_features) // CHUNK, 1))
     lengths = [length for length, _ in chunks]
     rows = split(q, [length * group for length in lengths])
     tokens = zip(*(split(x, lengths) for x in (k, v, padding)), strict=True)
-    for (_, size), own, others in zip(chunks, rows, tokens, strict=True):
-        out, *after = recompute(partial(step, size), own, *others, *state)
-        state = list(after)
-        outs.append(out)
-    return torch.cat(outs, 2)
+
+    def outs() -> Iterator[Tensor]:
+        state: Sequence[Tensor | None] = (None, None, None)
+        for (_, size), own, others in zip(chunks, rows, tokens, strict=True):
+            out, *state = recompute(partial(step, size), own, *others, *state)
+            yield out
+
+    return join(outs(), q.shape[2])
 
 
 def _chunk_spans(length: int, at_once: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from numattn.core.inputs import compute_dtype, fold, unfold
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.engines.tiles import recompute, spans, tile_elements
@@ -167,3 +168,58 @@ def fused_attention(
     return F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+
+
+def grouped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """Softmax attention of grouped heads, whose queries are the last of the tokens.
+
+    Args:
+        q: (B, H, n, D), n positive.
+        k: (B, Hk, M, D); H / Hk consecutive query heads share a key head.
+        v: (B, Hk, M, E).
+        scale: Factor of the logits.
+        bias: Per-key bias (B or 1, 1, M); -inf removes a key.
+        is_causal: Query i attends to keys j <= M - n + i.
+
+    Returns:
+        (B, H, n, E), in the type of q; zeros for a row that may attend to nothing.
+
+    Cost: 2 H P (D + E) operations for P pairs of tokens. Torch's fused kernel serves calls without
+    bias where D = E, unless they are causal with more than one query after earlier tokens.
+    """
+    group, first = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    is_causal = is_causal and q.shape[2] > 1
+    rows = fold(q, group)
+    if bias is None and is_causal and first == 0:
+        out = fused_attention(q, k, v, is_causal=True, scale=scale)
+        if out is not None:
+            return out
+    elif bias is None and not is_causal:
+        out = fused_attention(rows, k, v, is_causal=False, scale=scale)
+        if out is not None:
+            return unfold(out, group)
+    rows, k, v = (t.to(compute_dtype(q.dtype)) for t in (rows, k, v))
+    part = softmax_partial(
+        rows, k, v, scale=scale, bias=bias, is_causal=is_causal, group=group, first=first
+    )
+    return unfold(part.out(), group).to(q.dtype)
+
+
+def computed_pairs(length: int, is_causal: bool, fused: bool) -> int:
+    """Pairs that are computed among so many tokens, by torch's fused kernel or by the engines.
+
+    Engines compute whole tiles where the diagonal crosses them.
+    """
+    if not is_causal:
+        return length * length
+    if fused:
+        return length * (length + 1) // 2
+    return sum((r1 - r0) * r1 for r0, r1 in spans(length, ROWS))

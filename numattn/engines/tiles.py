@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,24 @@ def split(x: Tensor | None, lengths: list[int]) -> Sequence[Tensor | None]:
     one split are joined once.
     """
     return [None] * len(lengths) if x is None else x.split(lengths, 2)
+
+
+def join(tiles: Iterable[Tensor], length: int) -> Tensor:
+    """Tiles (B, H, n, E), one after the other along N.
+
+    Where no gradient is kept, each is copied to its place as soon as it is there: while it is in
+    the cache, and so that tiles and output are never in memory both.
+    """
+    if torch.is_grad_enabled():
+        return torch.cat(list(tiles), 2)
+    out, start = None, 0
+    for tile in tiles:
+        if out is None:
+            out = tile.new_empty((*tile.shape[:2], length, tile.shape[3]))
+        out[:, :, start : start + tile.shape[2]] = tile
+        start += tile.shape[2]
+    assert out is not None  # callers return early on empty inputs
+    return out
 
 
 def recompute(function: Callable[..., T], *tensors: Tensor | None) -> T:

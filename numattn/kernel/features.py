@@ -48,8 +48,7 @@ class FeatureMap:
 
 def _elu1(x: Tensor) -> Tensor:
     """elu(x) + 1, to full relative accuracy and with slope 1 at zero."""
-    over = x.relu()
-    return (x - over).exp() + over
+    return x.clamp(max=0).exp() + x.relu()
 
 
 def _squared_relu(x: Tensor) -> Tensor:

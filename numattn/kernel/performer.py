@@ -12,11 +12,12 @@ from torch import Generator, Tensor
 from numattn.core.cost import Cost, Shape
 from numattn.core.info import Info
 from numattn.core.inputs import Inputs, Unsupported, one_of, positive, prepare
+from numattn.core.linalg import affine
 from numattn.core.method import Method
 from numattn.core.module import AttentionModule
 from numattn.core.registry import register
 from numattn.core.state import State
-from numattn.engines.linear import CHUNK, Feature, SlotsState, linear_attention
+from numattn.engines.linear import CHUNK, Feature, LogLinear, SlotsState, linear_attention
 from numattn.kernel.random_features import (
     DRAWS,
     Draw,
@@ -303,24 +304,25 @@ def _features(
     towards = (towards * math.copysign(root, scale)).mT  # omega . (M^T x) = (M omega) . x
     # Without M, y is k - c: the root goes into omega, and its square into |y|^2 / 2.
     back, omega, half = None, projection.mT * root, root * root / 2
+    signs = kind == "hyperbolic"
     if balance is not None:
         back = torch.linalg.inv(balance.double()).mT.to(dtype) * root
         omega, half = projection.mT, 0.5
 
     def both_signs(logs: Tensor) -> Tensor:
-        return torch.cat((logs, -logs), -1) if kind == "hyperbolic" else logs
-
-    def phi(q: Tensor) -> Tensor:
-        return both_signs(q @ towards)
+        return torch.cat((logs, -logs), -1)
 
     def psi(k: Tensor) -> Tensor:
         y = k if center is None else k - center.to(k)[..., None, :]
         if back is not None:
             y = y @ back
-        logs = both_signs(y @ omega).sub_((y * y).sum(-1, keepdim=True) * half)
+        norms = (y * y).sum(-1, keepdim=True) * -half
+        logs = both_signs(y @ omega).add_(norms) if signs else affine(y, omega, norms)
         return logs if offset is None else logs.add_(offset)
 
-    return phi, psi
+    if signs:
+        return lambda q: both_signs(q @ towards), psi
+    return LogLinear(towards), psi
 
 
 def _check_tensors(

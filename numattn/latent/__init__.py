@@ -16,7 +16,6 @@ from numattn.latent.gma_layer import GaussianMixtureAttention as GaussianMixture
 from numattn.latent.grouped import GroupedLatentAttention as GroupedLatentAttention
 from numattn.latent.grouped import GroupedQueryAttention as GroupedQueryAttention
 from numattn.latent.grouped import GroupedTiedAttention as GroupedTiedAttention
-from numattn.latent.grouped import cache_table as cache_table
 from numattn.latent.mixture import Mixture as Mixture
 from numattn.latent.mixture import expected_components as expected_components
 from numattn.latent.mixture import fit_mixture as fit_mixture

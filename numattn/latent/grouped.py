@@ -2,68 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from numattn.core.cost import Cost
-from numattn.core.inputs import Unsupported, compute_dtype, fold, one_of, positive, unfold
-from numattn.core.layer import AttentionLayer, Cache, LayerState, heads, joined, positions
+from numattn.core.inputs import compute_dtype, fold, unfold
+from numattn.core.layer import (
+    AttentionLayer,
+    Cache,
+    LayerState,
+    ModelShape,
+    check_rotary,
+    check_shared,
+    check_sizes,
+    extend,
+    heads,
+    joined,
+    layer_cost,
+    logit_factor,
+    positions,
+)
+from numattn.core.registry import register_layer
 from numattn.core.rotary import Rotary
 from numattn.engines.latent import latent_attention
-from numattn.engines.softmax import fused_attention, key_bias, softmax_partial
-from numattn.latent.mla import (
-    MultiheadLatentAttention,
-    tile_pairs,
-)
+from numattn.engines.softmax import computed_pairs, grouped_attention, key_bias
+from numattn.latent.mla import MultiheadLatentAttention
 
 
-def grouped_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    bias: Tensor | None = None,
-    is_causal: bool = True,
-) -> Tensor:
-    """Softmax attention of grouped heads, whose queries are the last of the tokens.
-
-    Args:
-        q: (B, H, n, D), n positive.
-        k: (B, Hk, M, D); H / Hk consecutive query heads share a key head.
-        v: (B, Hk, M, E).
-        scale: Factor of the logits.
-        bias: Per-key bias (B or 1, 1, M); -inf removes a key.
-        is_causal: Query i attends to keys j <= M - n + i.
-
-    Returns:
-        (B, H, n, E), in the type of q; zeros for a row that may attend to nothing.
-
-    Cost: 2 H P (D + E) operations for P pairs of tokens. Torch's fused kernel serves calls without
-    bias where D = E, unless they are causal with more than one query after earlier tokens.
-    """
-    group, first = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
-    is_causal = is_causal and q.shape[2] > 1
-    rows = fold(q, group)
-    if bias is None and is_causal and first == 0:
-        out = fused_attention(q, k, v, is_causal=True, scale=scale)
-        if out is not None:
-            return out
-    elif bias is None and not is_causal:
-        out = fused_attention(rows, k, v, is_causal=False, scale=scale)
-        if out is not None:
-            return unfold(out, group)
-    rows, k, v = (t.to(compute_dtype(q.dtype)) for t in (rows, k, v))
-    part = softmax_partial(
-        rows, k, v, scale=scale, bias=bias, is_causal=is_causal, group=group, first=first
-    )
-    return unfold(part.out(), group).to(q.dtype)
-
-
+@register_layer
 class GroupedQueryAttention(AttentionLayer):
     r"""Grouped-query attention (GQA), the ordinary layer: H query heads share Hk keys and values.
 
@@ -124,13 +93,13 @@ class GroupedQueryAttention(AttentionLayer):
         super().__init__()
         name = type(self).__name__
         value_dim = head_dim if value_dim is None else value_dim
-        _check_sizes(name, embed_dim=embed_dim, head_dim=head_dim, value_dim=value_dim)
-        _check_shared(name, num_heads, "kv_heads", kv_heads)
+        check_sizes(name, embed_dim=embed_dim, head_dim=head_dim, value_dim=value_dim)
+        check_shared(name, num_heads, "kv_heads", kv_heads)
         self.rotary = Rotary(head_dim) if rotary == "default" else rotary
-        _check_rotary(name, self.rotary, "head_dim", head_dim)
+        check_rotary(name, self.rotary, "head_dim", head_dim)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
-        self.scale = head_dim**-0.5 * _logit_factor(self.rotary) if scale is None else scale
+        self.scale = head_dim**-0.5 * logit_factor(self.rotary) if scale is None else scale
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(embed_dim, kv_heads * value_dim, bias=bias)
@@ -155,7 +124,7 @@ class GroupedQueryAttention(AttentionLayer):
             position = positions(hidden, attn_mask, start)[:, None]
             q, k = self.rotary(q, position), self.rotary(k, position)
         if state is not None:
-            cache = _extend(self, state, key=k, value=v)
+            cache = extend(self, state, key=k, value=v)
             k, v, is_causal = cache["key"], cache["value"], True
         bias = key_bias(None if attn_mask is None else attn_mask[:, 0], hidden)
         out = grouped_attention(q, k, v, scale=self.scale, bias=bias, is_causal=is_causal)
@@ -166,13 +135,31 @@ class GroupedQueryAttention(AttentionLayer):
         empty = self.o_proj.weight.new_empty((batch, self.kv_heads, 0, self.head_dim))
         return Cache(key=empty, value=empty.new_empty((*empty.shape[:3], self.value_dim)))
 
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> dict[str, AttentionLayer]:
+        counts = {"MHA": shape.num_heads, "GQA": shape.kv_heads, "MQA": 1}
+        return {
+            name: cls(
+                shape.embed_dim,
+                shape.num_heads,
+                kv_heads=count,
+                head_dim=shape.head_dim,
+                value_dim=shape.value_dim,
+            )
+            for name, count in counts.items()
+            if name != "GQA" or count < shape.num_heads
+        }
+
     def cost(self, batch: int, length: int, *, is_causal: bool = True) -> Cost:
         width = self.head_dim + self.value_dim
         fused = self.head_dim == self.value_dim
-        pairs = _pairs(length, is_causal, fused)
-        return _cost(self, batch, length, self.num_heads * pairs * width, self.kv_heads * width)
+        pairs = computed_pairs(length, is_causal, fused)
+        return layer_cost(
+            self, batch, length, self.num_heads * pairs * width, self.kv_heads * width
+        )
 
 
+@register_layer
 class GroupedTiedAttention(AttentionLayer):
     r"""Grouped-tied attention (GTA): one tensor per head is value, and key but for its last part.
 
@@ -239,12 +226,12 @@ class GroupedTiedAttention(AttentionLayer):
         super().__init__()
         name = type(self).__name__
         rope_dim = head_dim // 2 if rope_dim is None else rope_dim
-        _check_sizes(name, embed_dim=embed_dim, head_dim=head_dim, rope_dim=rope_dim)
-        _check_shared(name, num_heads, "kv_heads", kv_heads)
+        check_sizes(name, embed_dim=embed_dim, head_dim=head_dim, rope_dim=rope_dim)
+        check_shared(name, num_heads, "kv_heads", kv_heads)
         if rope_dim > head_dim:
             raise ValueError(f"{name}: rope_dim is {rope_dim}, above head_dim, {head_dim}.")
         self.rotary = Rotary(rope_dim) if rotary is None else rotary
-        _check_rotary(name, self.rotary, "rope_dim", rope_dim)
+        check_rotary(name, self.rotary, "rope_dim", rope_dim)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.rope_dim = head_dim, rope_dim
         self.scale = head_dim**-0.5 * self.rotary.logit_factor if scale is None else scale
@@ -285,7 +272,7 @@ class GroupedTiedAttention(AttentionLayer):
         latent = heads(self.kv_proj(hidden), self.kv_heads)  # (B, Hk, n, D)
         rope = self.rotary(self.k_rope_proj(hidden)[:, None], position)  # (B, 1, n, d_r)
         if state is not None:
-            cache = _extend(self, state, latent=latent, rope=rope)
+            cache = extend(self, state, latent=latent, rope=rope)
             latent, rope, is_causal = cache["latent"], cache["rope"], True
         if absorbed is None:
             absorbed = latent.shape[2] > hidden.shape[1]
@@ -299,15 +286,29 @@ class GroupedTiedAttention(AttentionLayer):
         latent = self.o_proj.weight.new_empty((batch, self.kv_heads, 0, self.head_dim))
         return Cache(latent=latent, rope=latent.new_empty((batch, 1, 0, self.rope_dim)))
 
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> dict[str, AttentionLayer]:
+        if shape.kv_heads == shape.num_heads or shape.value_dim != shape.head_dim:
+            return {}  # nothing to tie: keys have another width than values, or are not shared
+        layer = cls(
+            shape.embed_dim,
+            shape.num_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rope_dim=shape.rope_dim,
+        )
+        return {"GTA": layer}
+
     def cost(
         self, batch: int, length: int, *, is_causal: bool = True, absorbed: bool | None = None
     ) -> Cost:
         """What a call without a state costs, as `AttentionLayer.cost`, in either form."""
-        pairs = _pairs(length, is_causal, fused=not absorbed)
+        pairs = computed_pairs(length, is_causal, fused=not absorbed)
         units = self.kv_heads * self.head_dim + self.rope_dim
-        return _cost(self, batch, length, self.num_heads * pairs * 2 * self.head_dim, units)
+        return layer_cost(self, batch, length, self.num_heads * pairs * 2 * self.head_dim, units)
 
 
+@register_layer
 class GroupedLatentAttention(MultiheadLatentAttention):
     r"""Grouped latent attention (GLA): G latents beside one another, each for H / G heads.
 
@@ -393,11 +394,25 @@ class GroupedLatentAttention(MultiheadLatentAttention):
             bias=bias,
             scale=scale,
         )
-        _check_shared(type(self).__name__, num_heads, "num_latents", num_latents)
+        check_shared(type(self).__name__, num_heads, "num_latents", num_latents)
         self.num_latents = num_latents
         width = num_latents * kv_rank
         self.kv_a_proj_with_mqa = nn.Linear(embed_dim, width + rope_dim, bias=bias)
         self.kv_a_layernorm = _LatentNorm(num_latents, kv_rank, norm_eps) if latent_norm else None
+
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> dict[str, AttentionLayer]:
+        layer = cls(
+            shape.embed_dim,
+            shape.num_heads,
+            num_latents=2,
+            kv_rank=shape.group_latent_dim,
+            head_dim=shape.plain_dim,
+            rope_dim=shape.rope_dim,
+            value_dim=shape.value_dim,
+            query_rank=shape.query_rank,
+        )
+        return {"GLA-2": layer}
 
 
 class _LatentNorm(nn.RMSNorm):
@@ -410,100 +425,6 @@ class _LatentNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         each = F.rms_norm(x.unflatten(-1, self.split), self.split[1:], eps=self.eps)
         return each.flatten(-2) * self.weight
-
-
-class CacheRow(NamedTuple):
-    """A row of `cache_table`.
-
-    Attributes:
-        name: Of the layer.
-        units: Numbers that a token leaves in the cache.
-        bytes: Bytes that one sequence keeps.
-        relative: The same, over that of the baseline.
-    """
-
-    name: str
-    units: int
-    bytes: int
-    relative: float
-
-
-def cache_table(
-    layers: Mapping[str, AttentionLayer] | Literal["llama-3-8b", "deepseek-v3"],
-    *,
-    baseline: str = "MHA",
-    length: int = 1,
-) -> list[CacheRow]:
-    """What layers keep for decoding, beside a baseline, from their `AttentionLayer.cost`.
-
-    Args:
-        layers: Layers by name; they may be on the device "meta". Or the name of a model, for
-            layers of its shape in bfloat16: multi-head (MHA), multi-query (MQA), latent (MLA),
-            and grouped latent attention with two latents (GLA-2); for "llama-3-8b" also
-            grouped-query (GQA) and grouped-tied attention (GTA).
-        baseline: Name of the layer that the others are compared with.
-        length: Tokens of the sequence; 1 gives bytes a token.
-
-    Returns:
-        A row for every layer, in the order of `layers`.
-
-    Raises:
-        ValueError: No such model, or no layer of the name `baseline`.
-        Unsupported: A layer does not decode.
-
-    Example:
-        >>> for row in cache_table("llama-3-8b"):
-        ...     print(f"{row.name:6}{row.units:6}{row.bytes:7}{row.relative:7.3f}")
-        MHA     8192  16384  1.000
-        GQA     2048   4096  0.250
-        MQA      256    512  0.031
-        GTA     1088   2176  0.133
-        MLA      576   1152  0.070
-        GLA-2    576   1152  0.070
-    """
-    if isinstance(layers, str):
-        one_of("cache_table", "layers", layers, tuple(_MODELS))
-        with torch.device("meta"):
-            layers = {name: layer.bfloat16() for name, layer in _MODELS[layers]().items()}
-    if baseline not in layers:
-        raise ValueError(f"cache_table: baseline {baseline!r} is none of {', '.join(layers)}.")
-    costs = {name: layer.cost(1, length) for name, layer in layers.items()}
-    kept = {}
-    for name, cost in costs.items():
-        if cost.cache is None:
-            raise Unsupported(f"cache_table: {name} keeps nothing to decode from.")
-        kept[name] = cost.cache
-    base = kept[baseline]
-    return [CacheRow(n, costs[n].units, size, size / base) for n, size in kept.items()]
-
-
-def _llama_3_8b() -> dict[str, AttentionLayer]:
-    def grouped(kv_heads: int) -> AttentionLayer:
-        return GroupedQueryAttention(4096, 32, kv_heads=kv_heads, head_dim=128)
-
-    return {
-        "MHA": grouped(32),
-        "GQA": grouped(8),
-        "MQA": grouped(1),
-        "GTA": GroupedTiedAttention(4096, 32, kv_heads=8, head_dim=128),
-        "MLA": MultiheadLatentAttention(4096, 32),
-        "GLA-2": GroupedLatentAttention(4096, 32),
-    }
-
-
-def _deepseek_v3() -> dict[str, AttentionLayer]:
-    def grouped(kv_heads: int) -> AttentionLayer:
-        return GroupedQueryAttention(7168, 128, kv_heads=kv_heads, head_dim=192, value_dim=128)
-
-    return {
-        "MHA": grouped(128),
-        "MQA": grouped(1),
-        "MLA": MultiheadLatentAttention(7168, 128, query_rank=1536),
-        "GLA-2": GroupedLatentAttention(7168, 128, kv_rank=512, query_rank=1536),
-    }
-
-
-_MODELS = {"llama-3-8b": _llama_3_8b, "deepseek-v3": _deepseek_v3}
 
 
 def _tied_absorbed(
@@ -545,54 +466,3 @@ def _tied_expanded(
     shared = rope.expand(-1, latent.shape[1], -1, -1)
     key = torch.cat([latent[..., : q.shape[3]], shared], 3)
     return grouped_attention(query, key, latent, scale=scale, bias=bias, is_causal=is_causal)
-
-
-def _extend(layer: AttentionLayer, state: LayerState, **new: Tensor) -> Cache:
-    """Add tokens to a state of the layer."""
-    name = type(layer).__name__
-    if not isinstance(state, Cache):
-        raise TypeError(f"{name}: state must be one that {name}.state made; got {state!r}.")
-    for key, tensor in new.items():
-        if len(state[key]) != len(tensor):
-            raise ValueError(
-                f"{name}: the state holds {len(state[key])} sequences, hidden has {len(tensor)}; "
-                f"make it with {name}.state({len(tensor)})."
-            )
-    state.append(**new)
-    return state
-
-
-def _pairs(length: int, is_causal: bool, fused: bool) -> int:
-    """Pairs that are computed among all tokens, by torch's fused kernel or by the engines."""
-    if fused and is_causal:
-        return length * (length + 1) // 2
-    return tile_pairs(length, length, is_causal)
-
-
-def _cost(layer: AttentionLayer, batch: int, length: int, products: int, units: int) -> Cost:
-    """The cost of projections and of so many products a sequence beside them."""
-    weights = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
-    flops = 2 * batch * (length * sum(w.numel() for w in weights) + products)
-    cache = batch * length * units * weights[0].element_size()
-    return Cost(flops, layer._io(batch, length), cache, units)
-
-
-def _check_sizes(name: str, **sizes: int) -> None:
-    for option, size in sizes.items():
-        positive(name, option, size)
-
-
-def _check_shared(name: str, num_heads: int, option: str, count: int) -> None:
-    """Refuse heads that cannot share `count` things evenly."""
-    _check_sizes(name, num_heads=num_heads, **{option: count})
-    if num_heads % count:
-        raise ValueError(f"{name}: {option} must divide num_heads, {num_heads}; got {count}.")
-
-
-def _check_rotary(name: str, rotary: Rotary | None, option: str, width: int) -> None:
-    if rotary is not None and rotary.dim != width:
-        raise ValueError(f"{name}: rotary turns {rotary.dim} coordinates, {option} is {width}.")
-
-
-def _logit_factor(rotary: Rotary | None) -> float:
-    return 1.0 if rotary is None else rotary.logit_factor

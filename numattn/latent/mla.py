@@ -25,16 +25,32 @@ from numattn.core.inputs import (
     prepare,
     unfold,
 )
-from numattn.core.layer import AttentionLayer, Cache, LayerState, heads, joined, positions
+from numattn.core.layer import (
+    AttentionLayer,
+    Cache,
+    LayerState,
+    ModelShape,
+    check_rotary,
+    check_sizes,
+    extend,
+    heads,
+    joined,
+    layer_cost,
+    positions,
+)
 from numattn.core.linalg import existing, falling_eigh
 from numattn.core.method import Method
 from numattn.core.module import AttentionModule
-from numattn.core.registry import register
+from numattn.core.registry import register, register_layer
 from numattn.core.rotary import Rotary
 from numattn.core.state import Buffer, State
 from numattn.engines.latent import latent_attention
-from numattn.engines.softmax import ROWS, fused_attention, key_bias, softmax_partial
-from numattn.engines.tiles import spans
+from numattn.engines.softmax import (
+    computed_pairs,
+    fused_attention,
+    key_bias,
+    softmax_partial,
+)
 
 INFO = Info(
     name="mla",
@@ -143,16 +159,7 @@ def expanded_attention(
     return part.out().to(q.dtype)
 
 
-def tile_pairs(queries: int, keys: int, is_causal: bool) -> int:
-    """Pairs that the engines compute when the queries are the last of the keys.
-
-    Those of whole tiles, where the diagonal crosses them.
-    """
-    if not is_causal:
-        return queries * keys
-    return sum((r1 - r0) * (keys - queries + r1) for r0, r1 in spans(queries, ROWS))
-
-
+@register_layer
 class MultiheadLatentAttention(AttentionLayer):
     r"""Multi-head latent attention (MLA), the attention layer of DeepSeek-V2 and -V3.
 
@@ -236,16 +243,11 @@ class MultiheadLatentAttention(AttentionLayer):
         """
         super().__init__()
         name = type(self).__name__
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_rank": kv_rank}
-        sizes |= {"head_dim": head_dim, "value_dim": value_dim}
-        for option, size in sizes.items():
-            positive(name, option, size)
+        check_sizes(name, embed_dim=embed_dim, num_heads=num_heads, kv_rank=kv_rank)
+        check_sizes(name, head_dim=head_dim, value_dim=value_dim)
         not_negative(name, "rope_dim", rope_dim)
         self.rotary = Rotary(rope_dim, interleaved=True) if rotary is None else rotary
-        if self.rotary.dim != rope_dim:
-            raise ValueError(
-                f"{name}: rotary turns {self.rotary.dim} coordinates, rope_dim is {rope_dim}."
-            )
+        check_rotary(name, self.rotary, "rope_dim", rope_dim)
         self.embed_dim, self.num_heads, self.kv_rank = embed_dim, num_heads, kv_rank
         self.head_dim, self.rope_dim, self.value_dim = head_dim, rope_dim, value_dim
         self.query_rank = query_rank
@@ -289,7 +291,7 @@ class MultiheadLatentAttention(AttentionLayer):
         position = positions(hidden, attn_mask, start)
         entry = self._entry(hidden, position)
         if state is not None:
-            entry, is_causal = self._keep(state, entry), True
+            entry, is_causal = extend(self, state, latent=entry)["latent"], True
         if hidden.shape[1] == 0:
             return hidden
         if absorbed is None:
@@ -327,14 +329,22 @@ class MultiheadLatentAttention(AttentionLayer):
         if absorbed is None:
             absorbed = self.absorbs(length, length, is_causal=is_causal)
         both, width = self.head_dim + self.value_dim, self.head_dim + self.rope_dim
-        pairs = tile_pairs(length, length, is_causal)
-        if is_causal and not absorbed and width == self.value_dim:  # torch's fused kernel
-            pairs = length * (length + 1) // 2
+        pairs = computed_pairs(length, is_causal, fused=not absorbed and width == self.value_dim)
         pair = 2 * self.kv_rank + self.rope_dim if absorbed else both + self.rope_dim
-        projections = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        flops = 2 * batch * (length * projections + self.num_heads * pairs * pair)
-        cache = batch * length * self._width * self.o_proj.weight.element_size()
-        return Cost(flops, self._io(batch, length), cache, units=self._width)
+        return layer_cost(self, batch, length, self.num_heads * pairs * pair, self._width)
+
+    @classmethod
+    def of_model(cls, shape: ModelShape) -> dict[str, AttentionLayer]:
+        layer = cls(
+            shape.embed_dim,
+            shape.num_heads,
+            kv_rank=shape.latent_dim,
+            head_dim=shape.plain_dim,
+            rope_dim=shape.rope_dim,
+            value_dim=shape.value_dim,
+            query_rank=shape.query_rank,
+        )
+        return {"MLA": layer}
 
     @property
     def _width(self) -> int:
@@ -357,19 +367,6 @@ class MultiheadLatentAttention(AttentionLayer):
         if self.kv_a_layernorm is not None:
             latent = self.kv_a_layernorm(latent)
         return torch.cat([latent, self.rotary(rope, position[:, None])], 3)
-
-    def _keep(self, state: LayerState, entry: Tensor) -> Tensor:
-        """Add to the state; return all that it holds."""
-        name = type(self).__name__
-        if not isinstance(state, Cache):
-            raise TypeError(f"{name}: state must be one that {name}.state made; got {state!r}.")
-        if len(state["latent"]) != len(entry):
-            raise ValueError(
-                f"{name}: the state holds {len(state['latent'])} sequences, "
-                f"hidden has {len(entry)}; make it with {name}.state({len(entry)})."
-            )
-        state.append(latent=entry)
-        return state["latent"]
 
 
 def mla_attention(

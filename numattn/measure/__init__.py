@@ -2,6 +2,8 @@
 
 from numattn.measure.baselines import mean_of_values as mean_of_values
 from numattn.measure.baselines import uniform_keys as uniform_keys
+from numattn.measure.cache import CacheRow as CacheRow
+from numattn.measure.cache import cache_table as cache_table
 from numattn.measure.diagnose import HeadDiagnosis as HeadDiagnosis
 from numattn.measure.diagnose import diagnose as diagnose
 from numattn.measure.errors import Attend as Attend

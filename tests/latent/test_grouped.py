@@ -1,23 +1,21 @@
 """What is true of the layers whose heads share keys and values."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from numattn import Unsupported, padding_mask
+from numattn import padding_mask
 from numattn.core.cost import count_flops
 from numattn.core.layer import heads, joined
 from numattn.core.rotary import Rotary, Yarn
-from numattn.latent import grouped
+from numattn.engines import softmax
+from numattn.engines.softmax import grouped_attention
 from numattn.latent.grouped import (
     GroupedLatentAttention,
     GroupedQueryAttention,
     GroupedTiedAttention,
-    cache_table,
-    grouped_attention,
 )
 from numattn.latent.mla import MultiheadLatentAttention
 from numattn.testing.layers import check_layer
@@ -186,8 +184,8 @@ def test_one_token_after_others_is_served_by_torch_with_its_heads_as_rows(monkey
         seen.append((query.shape, key.shape))
         return grouped_fused(query, key, value, **call)
 
-    grouped_fused = grouped.fused_attention
-    monkeypatch.setattr(grouped, "fused_attention", fused)
+    grouped_fused = softmax.fused_attention
+    monkeypatch.setattr(softmax, "fused_attention", fused)
     grouped_attention(draw(1, 6, 1, 8), draw(1, 2, 50, 8), draw(1, 2, 50, 8), scale=1.0)
     assert seen == [((1, 2, 3, 8), (1, 2, 50, 8))]
 
@@ -358,72 +356,6 @@ def test_each_latent_is_normalised_alone():
     layer(draw(1, 5, 16), state=state)
     squares = state["latent"][..., :16].unflatten(-1, (2, 8)).square().mean(-1)
     same(squares, torch.ones_like(squares))
-
-
-# --- the cache ------------------------------------------------------------------------------
-
-
-def test_the_cache_of_llama_3_8b():
-    """The closed forms, H = 32, Hk = 8, d = 128, d_c = 512, d_r = 64, two bytes a number."""
-    rows = {row.name: row for row in cache_table("llama-3-8b")}
-    units = {
-        "MHA": 2 * 32 * 128,
-        "GQA": 2 * 8 * 128,
-        "MQA": 2 * 128,
-        "GTA": 8 * 128 + 64,
-        "MLA": 512 + 64,
-        "GLA-2": 2 * 256 + 64,
-    }
-    assert {name: row.units for name, row in rows.items()} == units
-    for name, row in rows.items():
-        assert row.bytes == 2 * units[name]
-        assert math.isclose(row.relative, units[name] / units["MHA"])
-
-
-def test_the_cache_of_deepseek_v3():
-    """H = 128, keys of 192 and values of 128 numbers, d_c = 512, d_r = 64."""
-    rows = cache_table("deepseek-v3", baseline="MLA", length=1000)
-    units = {"MHA": 128 * 320, "MQA": 320, "MLA": 576, "GLA-2": 2 * 512 + 64}
-    assert {row.name: row.units for row in rows} == units
-    assert {row.name: row.bytes for row in rows} == {n: 2000 * u for n, u in units.items()}
-    assert math.isclose(rows[0].relative, 40960 / 576)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_table_says_what_states_keep(dtype):
-    layers = {name: build().to(dtype) for name, build in LAYERS.items()}
-    rows = cache_table(layers, baseline="query", length=13)
-    for row in rows:
-        state = layers[row.name].state()
-        layers[row.name](draw(1, 13, 16).to(dtype), state=state)
-        assert state.nbytes == row.bytes == 13 * row.units * dtype.itemsize
-
-
-def test_no_weight_is_allocated_for_the_table(monkeypatch):
-    made = []
-    for kind in (GroupedQueryAttention, GroupedTiedAttention, GroupedLatentAttention):
-        cost = kind.cost
-        monkeypatch.setattr(
-            kind, "cost", lambda self, *a, f=cost, **k: (made.append(self), f(self, *a, **k))[1]
-        )
-    cache_table("llama-3-8b")
-    assert len(made) == 5
-    assert all(p.is_meta for layer in made for p in layer.parameters())
-
-
-class _Keepless(GroupedQueryAttention):
-    def cost(self, batch, length, *, is_causal=True):
-        return dataclasses.replace(super().cost(batch, length), cache=None)
-
-
-def test_what_the_table_refuses():
-    with pytest.raises(ValueError, match="'llama-3-8b', 'deepseek-v3'"):
-        cache_table("llama-9")
-    with pytest.raises(ValueError, match="baseline 'MHA' is none of mine"):
-        cache_table({"mine": LAYERS["tied"]()})
-    layer = _Keepless(8, 2, kv_heads=1, head_dim=4)
-    with pytest.raises(Unsupported, match="mine keeps nothing"):
-        cache_table({"mine": layer}, baseline="mine")
 
 
 # --- options --------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Tensor attention: heads, weights and tokens as the modes of a tensor."""
