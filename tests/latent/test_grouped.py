@@ -12,6 +12,7 @@ from numattn.core.layer import heads, joined
 from numattn.core.rotary import Rotary, Yarn
 from numattn.engines import softmax
 from numattn.engines.softmax import grouped_attention
+from numattn.latent import grouped
 from numattn.latent.grouped import (
     GroupedLatentAttention,
     GroupedQueryAttention,
