@@ -316,7 +316,7 @@ def _features(
         y = k if center is None else k - center.to(k)[..., None, :]
         if back is not None:
             y = y @ back
-        norms = (y * y).sum(-1, keepdim=True) * -half
+        norms = torch.linalg.vector_norm(y, dim=-1, keepdim=True).square() * -half
         logs = both_signs(y @ omega).add_(norms) if signs else affine(y, omega, norms)
         return logs if offset is None else logs.add_(offset)
 

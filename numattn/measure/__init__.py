@@ -21,6 +21,8 @@ from numattn.measure.inputs import bundled as bundled
 from numattn.measure.inputs import calibration as calibration
 from numattn.measure.inputs import load as load
 from numattn.measure.inputs import synthetic as synthetic
+from numattn.measure.layers import LayerSample as LayerSample
+from numattn.measure.layers import load_layer as load_layer
 from numattn.measure.oracle import block_oracle as block_oracle
 from numattn.measure.oracle import efficiency as efficiency
 from numattn.measure.oracle import oracle as oracle

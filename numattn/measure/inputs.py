@@ -22,7 +22,7 @@ from numattn.core.cost import Shape
 from numattn.core.linalg import input_generator
 from numattn.core.method import Method
 
-_DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -290,7 +290,7 @@ def load(name: str | os.PathLike[str], *, length: int | None = None, seed: int =
     if text in _KINDS:
         return synthetic(text, 1024 if length is None else length, seed=seed)
     if text in _manifest():
-        x = _read(_DATA / _manifest()[text]["file"], text)
+        x = _read(DATA / _manifest()[text]["file"], text)
     elif text.endswith(".safetensors"):
         x = _read(Path(text), Path(text).stem)
     else:
@@ -312,13 +312,13 @@ def _near(name: str, known: tuple[str, ...]) -> str:
 
 
 def _manifest() -> dict[str, dict[str, Any]]:
-    entries = json.loads((_DATA / "manifest.json").read_text(encoding="utf-8"))["entries"]
+    entries = json.loads((DATA / "manifest.json").read_text(encoding="utf-8"))["entries"]
     return {entry["name"]: entry for entry in entries}
 
 
 def _read(path: Path, name: str) -> QKV:
     """Read and check a file."""
-    tensors, metadata = _open(path)
+    tensors, metadata = read_tensors(path, tuple("qkv"))
     tensors = {n: x[None] if x.dim() == 3 else x for n, x in tensors.items()}
     _check_tensors(path, tensors)
     q, k, v = (tensors[n] for n in "qkv")
@@ -326,7 +326,8 @@ def _read(path: Path, name: str) -> QKV:
     return QKV(name, q, k, v, causal, scale, metadata.get("tag", ""), metadata.get("source", ""))
 
 
-def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of these names in a file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -334,13 +335,14 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path}: {what}.{_near(path.stem, tuple(_manifest()))}")
     try:
         with safe_open(path, framework="pt") as file:
-            missing = [n for n in "qkv" if n not in file.keys()]  # noqa: SIM118 - not a mapping
+            missing = [n for n in names if n not in file.keys()]  # noqa: SIM118 - not a mapping
             if missing:
                 raise InputError(
-                    f"{path}: has no tensor {' and no '.join(missing)}; it needs q, k and v, and "
-                    f"has {', '.join(sorted(file.keys())) or 'none'}."
+                    f"{path}: has no tensor {' and no '.join(missing)}; it needs "
+                    f"{', '.join(names[:-1])} and {names[-1]}, and has "
+                    f"{', '.join(sorted(file.keys())) or 'none'}."
                 )
-            return {n: file.get_tensor(n) for n in "qkv"}, file.metadata() or {}
+            return {n: file.get_tensor(n) for n in names}, file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: cannot be read; it is truncated, corrupt, or no safetensors file ({error})."
