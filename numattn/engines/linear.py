@@ -69,9 +69,9 @@ def write(
         return _add(before, _into_slots(*_weigh(psi, log), v), log)
     shift = torch.maximum(before.shift, psi.detach().amax(-2))
     weight, old = exp_minus(psi, finite(shift)[..., None, :]), (before.shift - finite(shift)).exp()
-    new = _into_slots(weight, shift, v)
-    num = torch.addcmul(new.num, before.num, old[..., None])
-    return Partial(num, torch.addcmul(new.den, before.den, old), shift)
+    new = (v.mT @ weight).mT  # faster than weight.mT @ v
+    num = torch.addcmul(new, before.num, old[..., None])
+    return Partial(num, torch.addcmul(weight.sum(-2), before.den, old), shift)
 
 
 def _masked(psi: Tensor, padding: Tensor | None, log: bool) -> Tensor:
@@ -87,7 +87,7 @@ def _weigh(psi: Tensor, log: bool) -> tuple[Tensor, Tensor]:
 
 
 def _into_slots(weight: Tensor, shift: Tensor, v: Tensor) -> Partial:
-    return Partial((v.mT @ weight).mT, weight.sum(-2), shift)  # faster than weight.mT @ v
+    return Partial(weight.mT @ v, weight.sum(-2), shift)
 
 
 def read(phi: Tensor, slots: Partial, log: bool) -> Partial:
@@ -238,7 +238,8 @@ def _causal(
         part = within(fq, fk, values, read(fq, before, log), group, log, columns)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
-    chunks = _chunk_spans(k.shape[2], max(_tile_rows(k, num_features) // CHUNK, 1))
+    at_once = max(_tile_rows(k, num_features) // (2 * CHUNK), 1)  # pairs need room, too
+    chunks = _chunk_spans(k.shape[2], at_once)
     lengths = [length for length, _ in chunks]
     rows = split(q, [length * group for length in lengths])
     tokens = zip(*(split(x, lengths) for x in (k, v, padding)), strict=True)
@@ -277,8 +278,8 @@ def _running(
 
 
 def _tile_rows(x: Tensor, num_features: int) -> int:
-    """Tokens of a tile whose features and their exponentials fit in the cache."""
-    elements = 2 * num_features * max(x.shape[0] * x.shape[1], 1)
+    """Tokens of a tile whose features fit in the cache."""
+    elements = num_features * max(x.shape[0] * x.shape[1], 1)
     return max(tile_elements(x.device) // elements, 64)
 
 

@@ -158,7 +158,7 @@ class _Work:
     def tile(self) -> int:
         """Rows whose K numbers, and what is made of them, fit in the cache."""
         heads = max(self.q.shape[0] * self.q.shape[1], 1)
-        return max(tile_elements(self.q.device) // (4 * self.b.form.shape[-1] * heads), 64)
+        return max(tile_elements(self.q.device) // (2 * self.b.form.shape[-1] * heads), 64)
 
     def log_responsibility(self, k: Tensor, first: int) -> Tensor:
         """Of keys from `first` on, -inf where there is none."""

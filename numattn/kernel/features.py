@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from numattn.engines.linear import Feature
@@ -46,9 +47,28 @@ class FeatureMap:
         return self.function(x)
 
 
+class _Elu1(torch.autograd.Function):
+    """The map elu(x) + 1, to full relative accuracy; its slope is itself, but at most 1."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        over = x.relu()
+        return (x - over).exp_().add_(over)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        (output,) = ctx.saved_tensors
+        return output.clamp(max=1).mul(grad)
+
+
 def _elu1(x: Tensor) -> Tensor:
-    """elu(x) + 1, to full relative accuracy and with slope 1 at zero."""
-    return x.clamp(max=0).exp() + x.relu()
+    return _Elu1.apply(x)
 
 
 def _squared_relu(x: Tensor) -> Tensor:
