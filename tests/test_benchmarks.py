@@ -9,8 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(ROOT.glob("benchmarks/*.py"))
 METHODS = {
+    "compress_layer": ("tucker", "tt"),
     "convert_model": (),
     "decode_latent": ("absorbed", "naive"),
+    "decode_tensor": ("factored", "formed"),
     "train_gma": ("linear", "gma"),
 }
 

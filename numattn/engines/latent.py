@@ -112,7 +112,8 @@ class Factors(NamedTuple):
     Attributes:
         a: Factors of the heads, (B, R, N, H), or (R, H) where all tokens share them. None where
             x_h is b_h itself.
-        b: Factors of the features, (B, R, N, D), or (R, D) where all tokens share them.
+        b: Factors of the features, (B, R, N, D), or (R, D) where all tokens share them, which
+            then have factors of the heads of their own.
     """
 
     a: Tensor | None
@@ -124,8 +125,13 @@ class Factors(NamedTuple):
         return self.b.shape[1] if self.a is None else self.a.shape[-1]
 
     @property
+    def batch(self) -> int:
+        """B."""
+        return max(len(t) for t in self if t is not None and t.dim() == 4)
+
+    @property
     def length(self) -> int:
-        """N, 1 where all tokens are alike."""
+        """N."""
         return max(t.shape[2] for t in self if t is not None and t.dim() == 4)
 
     @property
@@ -213,7 +219,7 @@ def _factored_strip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A tile's rows over all that is kept, some tokens at a time."""
     q, k, v = Factors(a_q, b_q * scale), Factors(a_k, b_k), Factors(a_v, b_v)
-    shape = (b_q.shape[0], q.num_heads, q.length)
+    shape = (q.batch, q.num_heads, q.length)
     part = Partial.zeros(shape, b_v.shape[-1], b_q)
     for c0, c1 in spans(k.length, _wide(q, k, v)):
         keys, values = (f.cut(c0, c1).to(b_q.dtype) for f in (k, v))
@@ -232,7 +238,7 @@ def _factored_strip(
 
 def _wide(q: Factors, k: Factors, v: Factors) -> int:
     """Tokens of a tile, whose logits for every rank are the largest tensor."""
-    elements = len(q.b) * q.num_heads * q.length * max(k.rank, v.rank)
+    elements = q.batch * q.num_heads * q.length * max(k.rank, v.rank)
     return max(tile_elements(q.b.device) // max(4 * elements, 1), 64)
 
 
@@ -309,7 +315,7 @@ def factored_flops(
         rows, last = q.cut(r0, r1), min(k.length, first + r1) if is_causal else k.length
         for c0, c1 in spans(last, _wide(rows, k, v)):
             keys, values = k.cut(c0, c1), v.cut(c0, c1)
-            weight = torch.empty((len(q.b), q.num_heads, r1 - r0, c1 - c0), device="meta")
+            weight = torch.empty((q.batch, q.num_heads, r1 - r0, c1 - c0), device="meta")
             total += _flops("bhnm", *rows.named("rnd"), *keys.named("smd"))
             total += _flops("bhne", (weight, "bhnm"), *values.named("tme"))
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -34,6 +35,18 @@ def split(x: Tensor | None, lengths: list[int]) -> Sequence[Tensor | None]:
     one split are joined once.
     """
     return [None] * len(lengths) if x is None else x.split(lengths, 2)
+
+
+def runs(x: Tensor, cuts: Sequence[tuple[int, int]]) -> list[Sequence[Tensor]]:
+    """The run [a, b) of (B, H, N, D) for every cut, as pieces to be joined.
+
+    Cuts may overlap. As in `split`, the gradients of all pieces are joined once, where those of N /
+    tile slices would take quadratic time.
+    """
+    edges = sorted({0, x.shape[2], *(edge for cut in cuts for edge in cut)})
+    place = {edge: n for n, edge in enumerate(edges)}
+    pieces = x.split([b - a for a, b in pairwise(edges)], 2)
+    return [pieces[place[a] : place[b]] for a, b in cuts]
 
 
 def join(tiles: Iterable[Tensor], length: int) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from numattn.core.partial import Partial
 from numattn.core.registry import register
 from numattn.core.state import Buffer, State
 from numattn.engines.softmax import crop, key_bias, softmax_partial
-from numattn.engines.tiles import recompute, spans
+from numattn.engines.tiles import recompute, runs, spans
 
 INFO = Info(
     name="window",
@@ -153,9 +151,9 @@ def _attend_tiles(x: Inputs, first: Tensor, reach: tuple[int, int]) -> Tensor:
     k0, v0 = take(x.k, first[:, None]), take(x.v, first[:, None])
     exists0 = None if x.padding is None else x.padding[:, 0].gather(1, first)[:, None]
     mask = None if x.mask is None else x.mask.expand(*x.mask.shape[:3], keys)
-    queries = x.q.split(_ROWS * x.group, 2)
+    queries, cuts = x.q.split(_ROWS * x.group, 2), [tile[2:] for tile in tiles]
     outs = []
-    for tile, q, k, v in zip(tiles, queries, _runs(x.k, tiles), _runs(x.v, tiles), strict=True):
+    for tile, q, k, v in zip(tiles, queries, runs(x.k, cuts), runs(x.v, cuts), strict=True):
         t0, t1, s0, s1 = tile
         r0, r1 = t0 * x.group, t1 * x.group
         exists = mask0 = mask1 = None
@@ -233,18 +231,6 @@ def _attend_from_global(x: Inputs, index: Tensor, out: Tensor) -> Tensor:
         group=x.group,
     )
     return out.scatter(2, rows[:, None, :, None].expand_as(part.num), part.out())
-
-
-def _runs(x: Tensor, tiles: list[Tile]) -> list[Sequence[Tensor]]:
-    """The run of keys [s0, s1) of every tile, as pieces to be joined.
-
-    The gradient of a slice is as long as x, so that N / 128 slices would take quadratic time
-    backward; the gradients of all parts of one split are joined once.
-    """
-    edges = sorted({edge for tile in tiles for edge in tile[2:]})
-    place = {edge: n for n, edge in enumerate(edges)}
-    pieces = x.split([b - a for a, b in pairwise(edges)], 2)
-    return [pieces[place[s0] : place[s1]] for _, _, s0, s1 in tiles]
 
 
 def _check_options(window: int, num_sinks: int, num_global: int) -> None:

@@ -75,7 +75,7 @@ KINDS = ["both", "shared a", "shared b", "dense"]
 
 
 @pytest.mark.parametrize("key", KINDS)
-@pytest.mark.parametrize("query", ["both", "dense"])
+@pytest.mark.parametrize("query", KINDS)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 37), (5, 37), (37, 37)])
 def test_it_is_attention_to_the_formed_keys_and_values(query, key, rows, tokens):
     q = factors(query, 3, rows)
