@@ -383,8 +383,8 @@ def compress_layer(
     sources = tuple(_Dense.of("compress_layer", each, rotary) for each in several)
     if any(source.shape != sources[0].shape for source in sources):
         raise ValueError(
-            "compress_layer: layers that are compressed together must agree in heads and shapes; got "
-            f"{[source.shape for source in sources]}."
+            "compress_layer: layers that are compressed together must agree in heads and shapes; "
+            f"got {[source.shape for source in sources]}."
         )
     options.check(3 if len(sources) == 1 else 4)
     given = None
@@ -449,8 +449,8 @@ class _Options:
             positive("compress_layer", "starts", self.starts)
         if self.method != "cp" and (self.starts is not None or self.generator is not None):
             raise ValueError(
-                f"compress_layer: method={self.method!r} draws nothing; starts and generator are for "
-                "method='cp'."
+                f"compress_layer: method={self.method!r} draws nothing; starts and generator are "
+                "for method='cp'."
             )
         if self.method == "cp" and self.iterations == 0:
             raise ValueError("compress_layer: iterations of method='cp' must be positive; got 0.")
@@ -752,8 +752,8 @@ def _cp(stack: _Stack, options: _Options) -> _Found:
         rank = int(options.rank * tensor.numel() / total)
         if rank < 1:
             raise ValueError(
-                f"compress_layer: rank={options.rank} leaves no component of {total} numbers to a tensor "
-                f"of {tensor.numel()}; give a larger share."
+                f"compress_layer: rank={options.rank} leaves no component of {total} numbers to a "
+                f"tensor of {tensor.numel()}; give a larger share."
             )
         factors, _ = _best(tensor, rank, options)
     elif options.tolerance is None:
@@ -765,9 +765,9 @@ def _cp(stack: _Stack, options: _Options) -> _Found:
         while error > options.tolerance:
             if rank == most:
                 raise Unsupported(
-                    f"compress_layer: with {rank} components, as many numbers as the weights, CP is off "
-                    f"by {error:.3g}, tolerance={options.tolerance}; take another method, or more "
-                    "iterations or starts."
+                    f"compress_layer: with {rank} components, as many numbers as the weights, CP "
+                    f"is off by {error:.3g}, tolerance={options.tolerance}; take another method, "
+                    "or more iterations or starts."
                 )
             rank = min(rank + max(rank // 2, 1), most)
             factors, error = _best(tensor, rank, options)
@@ -902,8 +902,8 @@ def _chosen(
                 steps.append((loss / (count(ranks) - count(less)), loss, less))
         if not steps and options.rank is not None:
             raise ValueError(
-                f"compress_layer: rank={options.rank} are {int(budget)} numbers, and ranks of 1 already "
-                f"take {kept(ranks)}; give a larger share."
+                f"compress_layer: rank={options.rank} are {int(budget)} numbers, and ranks of 1 "
+                f"already take {kept(ranks)}; give a larger share."
             )
         if not steps:
             break
