@@ -10,8 +10,9 @@ expanded  latents are kept, and keys and values are formed from all of them in e
 
 The forms give the same output, which is checked before they are timed. Each runs in turn with the
 naive one (A B A B ...); medians of wall times and of their ratios, that of the naive form against
-itself being the noise. The last lines say by how much the time grows with a token in the cache,
-from the shortest to the longest. What is kept is drawn at random, not made by a model.
+itself being the noise, beside the ratio of the bytes that are kept. The last lines say by how much
+the time grows with a token in the cache, from the shortest to the longest. What is kept is drawn at
+random, not made by a model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 import numattn
 from numattn.core.layer import Cache, heads, joined, positions
-from numattn.latent.grouped import grouped_attention
+from numattn.engines.softmax import grouped_attention
 from numattn.latent.mla import MultiheadLatentAttention
 from numattn.measure.timing import compare
 
@@ -81,29 +82,37 @@ def steps(rank: int, length: int) -> dict[str, tuple[Callable[[], Tensor], int]]
     return {form: (calls[form], states[form].nbytes) for form in FORMS}
 
 
+Steps = Callable[[int, int], dict[str, tuple[Callable[[], Tensor], int]]]
+
+
 @torch.no_grad()
-def measure(rank: int, length: int, forms: list[str], repeats: int) -> list[dict[str, Any]]:
-    """A row for each form at one width of the latent and one length; printed as it is taken."""
+def measure(
+    steps: Steps, rank: int, length: int, forms: list[str], repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each form at one width or rank and one length; printed as it is taken."""
     able = steps(rank, length)
+    first = next(iter(able))
     outs = {form: call() for form, (call, _) in able.items()}
     for out in outs.values():
-        torch.testing.assert_close(out, outs["naive"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(out, outs[first], rtol=1e-3, atol=1e-4)
     rows = []
     for form in forms:
         call, kept = able[form]
-        timing = compare(call, able["naive"][0], repeats, limit=math.inf)
-        ms = 1e3 * timing.seconds
+        timing = compare(call, able[first][0], repeats, limit=math.inf)
+        ms, share = 1e3 * timing.seconds, kept / able[first][1]
         row = {"form": form, "rank": rank, "length": length, "kept": kept, "ms": ms}
-        rows.append({**row, "ratio": timing.ratio})
+        rows.append({**row, "ratio": timing.ratio, "bytes_ratio": share})
         print(
-            f"{form:10}{rank:6}{length:8}{kept / 1e6:9.2f}{ms:9.3f}{timing.ratio:10.3f}", flush=True
+            f"{form:10}{rank:6}{length:8}{kept // (4 * length):9}{kept / 1e6:9.2f}{ms:9.3f}"
+            f"{timing.ratio:10.3f}{share:10.3f}",
+            flush=True,
         )
     return rows
 
 
-def print_growth(rows: list[dict[str, Any]]) -> None:
+def print_growth(rows: list[dict[str, Any]], letter: str) -> None:
     """Nanoseconds and bytes that one more token in the cache adds, of every form and width."""
-    print(f"a token more:{'d_c':>3}{'bytes':>8}{'ns':>9}{'bytes/ns':>10}")
+    print(f"a token more:{letter:>3}{'bytes':>8}{'ns':>9}{'bytes/ns':>10}")
     for form, rank in dict.fromkeys((row["form"], row["rank"]) for row in rows):
         own = [row for row in rows if (row["form"], row["rank"]) == (form, rank)]
         tokens = own[-1]["length"] - own[0]["length"]
@@ -112,42 +121,47 @@ def print_growth(rows: list[dict[str, Any]]) -> None:
         print(f"{form:10}{rank:6}{size:8.0f}{ns:9.1f}{size / ns:10.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("forms", nargs="*", metavar="FORM", help="default: all three")
-    parser.add_argument("--rank", type=int, nargs="+", default=[128, 512], help="d_c")
+def race(about: str, steps: Steps, known: tuple[str, ...], letter: str, ranks: list[int]) -> None:
+    """The command line: forms, the first of which the others are compared with.
+
+    `letter` is what the width or rank is called, `ranks` are its defaults.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n\n")[0])
+    parser.add_argument("forms", nargs="*", metavar="FORM", help="default: all")
+    parser.add_argument("--rank", type=int, nargs="+", default=ranks, help=letter)
     parser.add_argument("--length", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--smoke", action="store_true", help="two short lengths, one repeat")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     args = parser.parse_args()
-    forms = args.forms or list(FORMS)
-    if not set(forms) <= set(FORMS):
-        parser.error(f"a FORM is one of {', '.join(FORMS)}; got {', '.join(forms)}.")
+    forms = args.forms or list(known)
+    if not set(forms) <= set(known):
+        parser.error(f"a FORM is one of {', '.join(known)}; got {', '.join(forms)}.")
     keep_freed_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if args.smoke:
-        args.rank, args.length, args.repeats = [16], [64, 128], 1
-    about = {
+        args.rank, args.length, args.repeats = [min(ranks)], [64, 128], 1
+    machine = {
         "numattn": numattn.__version__,
         "torch": torch.__version__,
         "commit": commit(),
         "machine": platform.processor() or platform.machine(),
         "threads": args.threads,
     }
-    print(" ".join(f"{k} {v}" for k, v in about.items()))
-    print(f"{'':10}{'d_c':>6}{'tokens':>8}{'kept MB':>9}{'ms':>9}{'of naive':>10}")
+    print(" ".join(f"{k} {v}" for k, v in machine.items()))
+    head = f"{'':10}{letter:>6}{'tokens':>8}{'numbers':>9}{'kept MB':>9}{'ms':>9}"
+    print(f"{head}{'of ' + known[0]:>10}{'bytes':>10}")
     rows: list[dict[str, Any]] = []
     for rank, length in itertools.product(args.rank, sorted(set(args.length))):
-        rows += measure(rank, length, forms, args.repeats)
+        rows += measure(steps, rank, length, forms, args.repeats)
     if len(set(args.length)) > 1:
-        print_growth(rows)
+        print_growth(rows, letter)
     if args.out:
         with args.out.open("a") as file:
-            file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+            file.writelines(json.dumps({**machine, **row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    race(__doc__, steps, FORMS, "d_c", [128, 512])
