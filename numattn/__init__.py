@@ -6,6 +6,7 @@ Methods are grouped by family::
     from numattn.kernel import performer_attention
     from numattn.sparse import window_attention
     from numattn.latent import gma_attention
+    from numattn.tensor import tpa_attention
 
 Each takes the arguments of `torch.nn.functional.scaled_dot_product_attention`. `methods` lists
 them all, `get` makes one by name, `numattn.measure` compares them with exact attention.
@@ -36,7 +37,7 @@ from numattn.engines import why_not as why_not
 from numattn.exact import Exact as Exact
 from numattn.exact import exact_attention as exact_attention
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 
 def __getattr__(name: str) -> ModuleType:
