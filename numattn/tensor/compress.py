@@ -212,6 +212,9 @@ class Compression:
     ) -> dict[str, float]:
         """How far outputs are off, norm over norm, preferably on tokens not of the calibration.
 
+        What is given is a text of its own: a later part of a text is judged without what came
+        before it, such as its first token, on which heads may put much of their weight.
+
         Args:
             hidden: Hidden states that the layer sees, (B, N, embed_dim); a sequence of such, one
                 for each of several layers.
