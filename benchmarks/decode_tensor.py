@@ -2,7 +2,7 @@
 
     python benchmarks/decode_tensor.py [--smoke] [--rank R ...] [--length N ...] [FORM ...]
 
-One layer of tensor product attention, a token after N others, in float32:
+One layer of tensor product attention, of 32 heads of 128, a token after N others, in float32:
 
 dense     keys and values of all heads are kept, H (D + E) numbers a token
 factored  factors are kept, R (2 H + D + E) numbers a token, and heads attend to them
@@ -52,10 +52,10 @@ class Dense(TensorProductAttention):
 
 def steps(rank: int, length: int) -> dict[str, tuple[Callable[[], Tensor], int]]:
     """A decoding step of every form, and the bytes that the form keeps before it."""
-    shape: dict[str, Any] = {"head_dim": 64, "key_rank": rank, "value_rank": rank}
-    layer, dense = TensorProductAttention(512, 16, **shape), Dense(512, 16, **shape)
+    shape: dict[str, Any] = {"head_dim": 128, "key_rank": rank, "value_rank": rank}
+    layer, dense = TensorProductAttention(512, 32, **shape), Dense(512, 32, **shape)
     dense.load_state_dict(layer.state_dict())
-    a_k, b_k, a_v, b_v = (torch.randn(1, rank, length, width) for width in (16, 64, 16, 64))
+    a_k, b_k, a_v, b_v = (torch.randn(1, rank, length, width) for width in (32, 128, 32, 128))
     names = ("key_heads", "key_features", "value_heads", "value_features")
     x = torch.randn(1, 1, 512)
     states = {"dense": dense.state(), "factored": layer.state(), "formed": layer.state()}

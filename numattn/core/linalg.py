@@ -279,15 +279,10 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(_LOG2E).exp2_()
 
 
-def exp_minus(x: Tensor, shift: Tensor) -> Tensor:
-    """e^(x - shift) in two passes over x."""
-    return torch.add(shift * -_LOG2E, x, alpha=_LOG2E).exp2_()
-
-
 def exp_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """e^(x - s), and s (..., m), the largest entry of each column of x (..., n, m), a constant."""
     shift = x.detach().amax(-2)
-    return exp_minus(x, finite(shift)[..., None, :]), shift
+    return exp_(x - finite(shift)[..., None, :]), shift
 
 
 @torch.library.custom_op("numattn::exp_matmul", mutates_args=())
@@ -315,7 +310,7 @@ def _left(a: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     """The factor with left_ir e^(b_jr - peak_r) = exp(a_ir + b_jr - shift_i), none above 1."""
     raised = a + finite(peak)[..., None, :]
     shift = finite(raised.amax(-1, keepdim=True))
-    return exp_minus(raised, shift), shift[..., 0]
+    return exp_(raised.sub_(shift)), shift[..., 0]
 
 
 def _rows(marked: Tensor, b: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:

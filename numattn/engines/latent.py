@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from numattn.core.linalg import exp_minus, finite
+from numattn.core.linalg import exp_, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.engines.softmax import ROWS
@@ -230,7 +230,7 @@ def _factored_strip(
             seen = visible(q.length, c1 - c0, start - c0, 1, logits.device)
             logits = logits.masked_fill(~seen, -torch.inf)
         shift = logits.detach().amax(-1)
-        weight = exp_minus(logits, finite(shift)[..., None])
+        weight = exp_(logits - finite(shift)[..., None])
         num = contract("bhne", (weight, "bhnm"), *values.named("tme"))
         part = part.merge(Partial(num, weight.sum(-1), shift))
     return part.num, part.den, part.shift

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from numattn.core.inputs import compute_dtype, fold, unfold
-from numattn.core.linalg import affine, exp_columns, exp_matmul, exp_minus, finite
+from numattn.core.linalg import affine, exp_, exp_columns, exp_matmul, finite
 from numattn.core.masks import visible
 from numattn.core.partial import Partial
 from numattn.core.state import State
@@ -68,7 +68,7 @@ def write(
     if not log:
         return _add(before, _into_slots(*_weigh(psi, log), v), log)
     shift = torch.maximum(before.shift, psi.detach().amax(-2))
-    weight, old = exp_minus(psi, finite(shift)[..., None, :]), (before.shift - finite(shift)).exp()
+    weight, old = exp_(psi - finite(shift)[..., None, :]), (before.shift - finite(shift)).exp()
     new = (v.mT @ weight).mT  # faster than weight.mT @ v
     num = torch.addcmul(new, before.num, old[..., None])
     return Partial(num, torch.addcmul(weight.sum(-2), before.den, old), shift)

@@ -141,6 +141,21 @@ def test_forms_and_their_gradients_are_the_dense_ones(is_causal, log, group, pad
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_chunks_of_nothing_but_padding_in_single_precision(is_causal):
+    """Their scale is -1e30, which float32 rounds by more than any exponent can be."""
+    length = 3 * engine.CHUNK
+    fq, fk, v = tokens(length, length)
+    keep = torch.arange(length).expand(2, 1, -1) >= 2 * engine.CHUNK
+    call = {"is_causal": is_causal, "padding": keep, "log": True}
+    leaves = [x.float().requires_grad_() for x in (given(fq, True), given(fk, True), v)]
+    out = engine.linear_attention(*leaves, identity, identity, **call)
+    want = quotient(*dense(fq, fk, v, keep=keep, is_causal=is_causal))
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def scan_features(kind, m):
     """Features of tokens of width 10, positive, signed or as logarithms."""
     omega = torch.randn(10, m, generator=torch.Generator().manual_seed(m), dtype=F64) / 10**0.5
