@@ -64,7 +64,6 @@ def test_an_unknown_method_suggests_the_nearest(capsys, tmp_path, command):
         (("measure", "exact", "--budget", "none"), "must be a positive integer; got 'none'"),
         (("measure", "exact", "--budget", "0"), "must be a positive integer; got '0'"),
         (("measure", "--family", "dense"), "invalid choice: 'dense'"),
-        (("measure", "--family", "tensor"), "--family tensor: no method"),
         (("measure", "exact", "--length", "-3"), "must be a positive integer; got '-3'"),
         (("measure", "exact", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("measure", "exact", "--device", "nowhere"), "--device nowhere"),
@@ -81,6 +80,14 @@ def test_what_is_wrong_in_a_command_is_said(capsys, argv, message, tmp_path, mon
     assert status == 2
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_family_without_methods_is_said(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(numattn, "methods", list)
+    status, _, err = run(capsys, "measure", "--family", "tensor")
+    assert status == 2
+    assert "--family tensor: no method" in err
 
 
 def test_a_truncated_file(capsys, tmp_path, qkv):
