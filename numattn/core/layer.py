@@ -38,8 +38,9 @@ class Cache(LayerState):
         (torch.Size([1, 1, 2, 3]), 2, 24)
     """
 
-    def __init__(self, **empty: Tensor) -> None:
-        self._buffers = {name: Buffer(tensor) for name, tensor in empty.items()}
+    def __init__(self, *, by_token: bool = False, **empty: Tensor) -> None:
+        """Start with tensors of no token; `by_token` as for `Buffer`."""
+        self._buffers = {name: Buffer(tensor, by_token) for name, tensor in empty.items()}
 
     def append(self, **new: Tensor) -> None:
         """Add tokens at the end of every tensor."""

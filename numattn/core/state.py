@@ -40,21 +40,31 @@ class State(ABC):
 
 
 class Buffer:
-    """A growing (B, H, N, D) tensor; appending costs amortised O(n)."""
+    """A growing (B, H, N, D) tensor; appending costs amortised O(n).
 
-    def __init__(self, first: Tensor) -> None:
+    `by_token` stores the H rows of a token side by side, for those who read many tokens of all H.
+    """
+
+    def __init__(self, first: Tensor, by_token: bool = False) -> None:
         self._data = first
         self._length = first.shape[2]
+        self._by_token = by_token
 
     def append(self, x: Tensor) -> None:
         """Add tokens at the end."""
         need = self._length + x.shape[2]
         if need > self._data.shape[2]:
-            room = x.new_empty((*x.shape[:2], max(2 * self._data.shape[2], need), x.shape[3]))
+            room = self._room(x, max(2 * self._data.shape[2], need))
             room[:, :, : self._length] = self.tensor
             self._data = room
         self._data[:, :, self._length : need] = x
         self._length = need
+
+    def _room(self, x: Tensor, length: int) -> Tensor:
+        batch, rows, _, width = x.shape
+        if self._by_token:
+            return x.new_empty((batch, length, rows, width)).transpose(1, 2)
+        return x.new_empty((batch, rows, length, width))
 
     @property
     def tensor(self) -> Tensor:

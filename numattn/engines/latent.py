@@ -23,6 +23,7 @@ fewest operations for the shape of a tile, which opt_einsum finds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -223,47 +224,73 @@ def _factored_strip(
     part = Partial.zeros(shape, b_v.shape[-1], b_q)
     for c0, c1 in spans(k.length, _wide(q, k, v)):
         keys, values = (f.cut(c0, c1).to(b_q.dtype) for f in (k, v))
-        logits = contract("bhnm", *q.named("rnd"), *keys.named("smd"))
+        logits = contract("bnmh", *q.named("rnd"), *keys.named("smd"))  # heads last, as in factors
         if bias is not None:
-            logits = logits + bias[..., None, c0:c1]
+            logits = logits + bias[..., c0:c1, None]
         if start is not None and start - c0 < c1 - c0 - 1:
             seen = visible(q.length, c1 - c0, start - c0, 1, logits.device)
-            logits = logits.masked_fill(~seen, -torch.inf)
-        shift = logits.detach().amax(-1)
-        weight = exp_(logits - finite(shift)[..., None])
-        num = contract("bhne", (weight, "bhnm"), *values.named("tme"))
-        part = part.merge(Partial(num, weight.sum(-1), shift))
+            logits = logits.masked_fill(~seen[..., None], -torch.inf)
+        shift = logits.detach().amax(2)
+        weight = exp_(logits - finite(shift)[:, :, None])
+        num = contract("bhne", (weight, "bnmh"), *values.named("tme"))
+        part = part.merge(Partial(num, weight.sum(2).mT, shift.mT))
     return part.num, part.den, part.shift
 
 
 def _wide(q: Factors, k: Factors, v: Factors) -> int:
-    """Tokens of a tile, whose logits for every rank are the largest tensor."""
+    """Tokens of a tile, whose logits for every rank are the largest tensor; tiles are alike."""
     elements = q.batch * q.num_heads * q.length * max(k.rank, v.rank)
-    return max(tile_elements(q.b.device) // max(4 * elements, 1), 64)
+    most = max(tile_elements(q.b.device) // max(2 * elements, 1), 64)
+    return -(-k.length // -(-k.length // most))
+
+
+_LAYOUT = "bnmrsthde"  # sequences, tokens, ranks, heads, features
+_Step = tuple[tuple[int, ...], str]  # which operands, and their contraction
 
 
 def contract(output: str, *operands: tuple[Tensor, str]) -> Tensor:
     """Sum of products of tensors with named dimensions, pair by pair in the cheapest order.
 
     Args:
-        output: Letters of the result.
+        output: Letters of the result, of `_LAYOUT` like all others.
         operands: Tensors with the letters of their dimensions.
     """
     tensors = [tensor for tensor, _ in operands]
-    equation = ",".join(letters for _, letters in operands) + "->" + output
-    for picked, pair in _order(equation, *(tuple(t.shape) for t in tensors)):
+    for picked, pair in _steps(output, operands):
         some = [tensors.pop(i) for i in picked]
         tensors.append(_pair(pair, *some) if len(some) == 2 else torch.einsum(pair, *some))
     return tensors[0]
 
 
+def _steps(output: str, operands: Sequence[tuple[Tensor, str]]) -> tuple[_Step, ...]:
+    """The `_order` for tokens rounded up to powers of two: decoding does not search every step."""
+    equation = ",".join(letters for _, letters in operands) + "->" + output
+
+    def rounded(tensor: Tensor, letters: str) -> tuple[int, ...]:
+        pairs = zip(tensor.shape, letters, strict=True)
+        return tuple(1 << (n - 1).bit_length() if c in "nm" else n for n, c in pairs)
+
+    return _order(equation, *(rounded(*operand) for operand in operands))
+
+
 @lru_cache(maxsize=1024)
-def _order(equation: str, *shapes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Which operands to contract, and how, step after step."""
+def _order(equation: str, *shapes: tuple[int, ...]) -> tuple[_Step, ...]:
+    """Which operands to contract, and how, step after step.
+
+    What is left of a step is stored token by token, so that tokens and ranks merge without a copy.
+    """
     from opt_einsum import contract_path
 
-    _, found = contract_path(equation, *shapes, shapes=True, optimize="optimal")
-    return tuple((picked, pair) for picked, _, pair, *_ in found.contraction_list)
+    path, _ = contract_path(equation, *shapes, shapes=True, optimize="optimal")
+    given, output = equation.split("->")
+    letters, steps = given.split(","), []
+    for picked in (tuple(sorted(step, reverse=True)) for step in path):
+        some = [letters.pop(i) for i in picked]
+        wanted = set("".join(some)) & set(output + "".join(letters))
+        left = "".join(sorted(wanted, key=_LAYOUT.index)) if letters else output
+        steps.append((picked, f"{','.join(some)}->{left}"))
+        letters.append(left)
+    return tuple(steps)
 
 
 def _pair(equation: str, x: Tensor, y: Tensor) -> Tensor:
@@ -315,16 +342,15 @@ def factored_flops(
         rows, last = q.cut(r0, r1), min(k.length, first + r1) if is_causal else k.length
         for c0, c1 in spans(last, _wide(rows, k, v)):
             keys, values = k.cut(c0, c1), v.cut(c0, c1)
-            weight = torch.empty((q.batch, q.num_heads, r1 - r0, c1 - c0), device="meta")
-            total += _flops("bhnm", *rows.named("rnd"), *keys.named("smd"))
-            total += _flops("bhne", (weight, "bhnm"), *values.named("tme"))
+            weight = torch.empty((q.batch, r1 - r0, c1 - c0, q.num_heads), device="meta")
+            total += _flops("bnmh", *rows.named("rnd"), *keys.named("smd"))
+            total += _flops("bhne", (weight, "bnmh"), *values.named("tme"))
     return total
 
 
 def _flops(output: str, *operands: tuple[Tensor, str]) -> int:
     """Operations of the matrix products of `contract`."""
     sizes = {c: n for t, letters in operands for c, n in zip(letters, t.shape, strict=True)}
-    equation = ",".join(letters for _, letters in operands) + "->" + output
-    steps = [pair for _, pair in _order(equation, *(tuple(t.shape) for t, _ in operands))]
+    steps = [pair for _, pair in _steps(output, operands)]
     letters = [set(pair) - set(",->") for pair in steps if _is_product(pair)]
     return sum(2 * math.prod(sizes[c] for c in found) for found in letters)

@@ -162,11 +162,14 @@ class _Work:
 
     def log_responsibility(self, k: Tensor, first: int) -> Tensor:
         """Of keys from `first` on, -inf where there is none."""
-        logs = self.b(k).log_softmax(-1)
+        return self.exist(self.b(k).log_softmax(-1), first, -torch.inf)
+
+    def exist(self, x: Tensor, first: int, nothing: float) -> Tensor:
+        """What belongs to keys from `first` on, in place, `nothing` where there is no key."""
         if self.padding is None:
-            return logs
-        exists = self.padding[..., first : first + k.shape[2]]
-        return logs.masked_fill_(~exists[..., None], -torch.inf)
+            return x
+        exists = self.padding[..., first : first + x.shape[2]]
+        return x.masked_fill_(~exists[..., None], nothing)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """(first, last, chunk size) of tiles: whole chunks, and what is left as a short one."""
@@ -216,15 +219,8 @@ class _Work:
 
 def _whole(w: _Work) -> tuple[Tensor, Tensor, Partial]:
     """Output, log denominators (empty unless wanted), and the slots."""
-    slots = collect(
-        w.k,
-        w.v,
-        lambda k: w.b(k).log_softmax(-1),
-        log=True,
-        num_features=2 * w.b.form.shape[-1],
-        padding=w.padding,
-    )
-    slots = regularised(slots, w.epsilon)
+    slots = _sums(w)
+    slots = regularised(_log_sums(w) if slots is None else slots, w.epsilon)
     mean, mass = slots.finalize()
     add = finite(mass)[..., None, :]
     heavy = w.a._replace(constant=w.a.constant + add)
@@ -242,6 +238,32 @@ def _whole(w: _Work) -> tuple[Tensor, Tensor, Partial]:
     if w.want_lse:
         lse.masked_fill_((mass == -torch.inf).all(-1, keepdim=True), -torch.inf)
     return out, lse, slots
+
+
+def _sums(w: _Work) -> Partial | None:
+    """The slots by plain sums of responsibilities, or None where a sum may have lost terms."""
+    num = w.v.new_zeros((*w.v.shape[:2], w.v.shape[3], w.b.form.shape[-1]))
+    den = torch.zeros_like(num[:, :, 0])
+    for first, last in spans(w.k.shape[2], w.tile):
+        gamma = w.exist(w.b(w.k[:, :, first:last]).softmax(-1), first, 0.0)
+        num += w.v[:, :, first:last].mT @ gamma  # faster than gamma.mT @ v
+        den += gamma.sum(-2)
+    info = torch.finfo(den.dtype)
+    if bool((den < w.k.shape[2] * info.tiny / info.eps).any()):
+        return None
+    return Partial(num.mT.contiguous(), den, torch.zeros_like(den))
+
+
+def _log_sums(w: _Work) -> Partial:
+    """The slots, relative to the largest responsibility of each."""
+    return collect(
+        w.k,
+        w.v,
+        lambda k: w.b(k).log_softmax(-1),
+        log=True,
+        num_features=2 * w.b.form.shape[-1],
+        padding=w.padding,
+    )
 
 
 def _whole_gradient(

@@ -243,7 +243,8 @@ class TensorProductAttention(AttentionLayer):
         """
         empty = self.o_proj.weight.new_empty
         kept = self._kept().items()
-        return Cache(**{name: empty((batch, rank, 0, width)) for name, (rank, width) in kept})
+        blank = {name: empty((batch, rank, 0, width)) for name, (rank, width) in kept}
+        return Cache(by_token=True, **blank)
 
     def cost(
         self, batch: int, length: int, *, is_causal: bool = True, factored: bool | None = None

@@ -184,9 +184,11 @@ def test_every_check_has_a_defect():
 # --- Cache, and the helpers -----------------------------------------------------------------
 
 
-def test_cache_grows_by_tokens_in_their_order():
+@pytest.mark.parametrize("by_token", [False, True])
+def test_cache_grows_by_tokens_in_their_order(by_token):
     pieces = [torch.randn(2, 3, n, 4) for n in (2, 0, 1, 7, 1)]
-    cache = Cache(a=torch.zeros(2, 3, 0, 4), b=torch.zeros(2, 1, 0, 5, dtype=torch.bfloat16))
+    empty = {"a": torch.zeros(2, 3, 0, 4), "b": torch.zeros(2, 1, 0, 5, dtype=torch.bfloat16)}
+    cache = Cache(by_token=by_token, **empty)
     assert (cache.length, cache.nbytes) == (0, 0)
     for piece in pieces:
         cache.append(a=piece, b=piece[:, :1, :, :1].expand(-1, -1, -1, 5).bfloat16())
@@ -194,6 +196,8 @@ def test_cache_grows_by_tokens_in_their_order():
     assert cache["b"].dtype is torch.bfloat16
     assert cache.length == 11
     assert cache.nbytes == 2 * 11 * (3 * 4 * 4 + 5 * 2)
+    side_by_side = 4 if by_token else cache["a"].stride(0) // 3
+    assert cache["a"].stride(1) == side_by_side
 
 
 def test_cache_has_no_gradient_and_is_a_copy():
