@@ -56,11 +56,17 @@ class LogLinear:
 
 
 def write(
-    psi: Tensor, v: Tensor, padding: Tensor | None, log: bool, before: Partial | None = None
+    psi: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    log: bool,
+    before: Partial | None = None,
+    owned: bool = False,
 ) -> Partial:
     """Sum tokens into slots: features (B, H, n, m), values (B, H, n, E) -> rows are features.
 
     padding: bool (B or 1, 1, n), True = exists. `before`: slots that the tokens are added to.
+    `owned`: log-features that no one else holds are used up.
     """
     psi = _masked(psi, padding, log)
     if before is None:
@@ -68,7 +74,8 @@ def write(
     if not log:
         return _add(before, _into_slots(*_weigh(psi, log), v), log)
     shift = torch.maximum(before.shift, psi.detach().amax(-2))
-    weight, old = exp_(psi - finite(shift)[..., None, :]), (before.shift - finite(shift)).exp()
+    minus = psi.sub_ if owned and not psi.requires_grad else psi.sub
+    weight, old = exp_(minus(finite(shift)[..., None, :])), (before.shift - finite(shift)).exp()
     new = (v.mT @ weight).mT  # faster than weight.mT @ v
     num = torch.addcmul(new, before.num, old[..., None])
     return Partial(num, torch.addcmul(weight.sum(-2), before.den, old), shift)
@@ -143,6 +150,7 @@ def linear_attention(
     padding: Tensor | None = None,
     group: int = 1,
     num_features: int = 256,
+    owned: bool = False,
 ) -> Tensor:
     """Feature-map attention.
 
@@ -157,6 +165,7 @@ def linear_attention(
         padding: bool (B or 1, 1, Nk), True = exists.
         group: Rows per position.
         num_features: m, by which tiles are sized.
+        owned: `psi` returns tensors that nothing else holds, so that they may be overwritten.
 
     Returns:
         (B, H, Nq * group, E); zeros where there is nothing to attend to.
@@ -166,7 +175,7 @@ def linear_attention(
     """
     if is_causal:
         return _causal(q, k, v, phi, psi, log, padding, group, num_features)
-    slots = collect(k, v, psi, log=log, padding=padding, num_features=num_features)
+    slots = collect(k, v, psi, log=log, padding=padding, num_features=num_features, owned=owned)
     return attend(q, slots, phi, log=log)
 
 
@@ -178,13 +187,14 @@ def collect(
     log: bool,
     num_features: int,
     padding: Tensor | None = None,
+    owned: bool = False,
 ) -> Partial:
-    """Write all keys into slots, tile by tile."""
+    """Write all keys into slots, tile by tile; arguments as in `linear_attention`."""
 
     def step(
         k: Tensor, v: Tensor, padding: Tensor | None, *before: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        slots = write(psi(k), v, padding, log, Partial(*before) if before else None)
+        slots = write(psi(k), v, padding, log, Partial(*before) if before else None, owned)
         return slots.num, slots.den, slots.shift
 
     slots: tuple[Tensor, ...] = ()
@@ -206,7 +216,10 @@ def attend(q: Tensor, slots: Partial, phi: Feature, *, log: bool) -> Tensor:
         if not log:
             return read(phi(q), Partial(num, den, den), log).out()
         logits = phi.plus(den)(q) if isinstance(phi, LogLinear) else phi(q) + den
-        return torch.softmax(logits, -1) @ num
+        if logits.requires_grad:
+            return torch.softmax(logits, -1) @ num
+        part = Partial.from_logits(logits, num)  # fewer passes, but more for a gradient
+        return part.num.div_(part.den[..., None])
 
     tiles = split(q, sizes(q.shape[2], _tile_rows(q, slots.den.shape[-1])))
     return join((recompute(step, tile, num, den) for tile in tiles), q.shape[2])
@@ -230,7 +243,7 @@ def _causal(
     ) -> tuple[Tensor, ...]:
         fq = phi(q).unflatten(2, (-1, size * group))  # (B, H, chunks, rows, m)
         fk = psi(k).unflatten(2, (-1, size))
-        values = v.unflatten(2, (-1, size))
+        values = v.unflatten(2, (-1, size)).contiguous()
         mask = None if padding is None else padding.unflatten(2, (-1, size))
         fk = _masked(fk, mask, log)
         columns = _weigh(fk, log)
@@ -238,15 +251,16 @@ def _causal(
         part = within(fq, fk, values, read(fq, before, log), group, log, columns)
         return part.out().flatten(2, 3), after.num, after.den, after.shift
 
-    at_once = max(_tile_rows(k, num_features) // (2 * CHUNK), 1)  # pairs need room, too
-    chunks = _chunk_spans(k.shape[2], at_once)
+    # The pairs of chunks fill a tile, and their features two at most.
+    rows = min(_tile_rows(k, CHUNK), 2 * _tile_rows(k, num_features))
+    chunks = _chunk_spans(k.shape[2], max(rows // CHUNK, 1))
     lengths = [length for length, _ in chunks]
-    rows = split(q, [length * group for length in lengths])
+    queries = split(q, [length * group for length in lengths])
     tokens = zip(*(split(x, lengths) for x in (k, v, padding)), strict=True)
 
     def outs() -> Iterator[Tensor]:
         state: Sequence[Tensor | None] = (None, None, None)
-        for (_, size), own, others in zip(chunks, rows, tokens, strict=True):
+        for (_, size), own, others in zip(chunks, queries, tokens, strict=True):
             out, *state = recompute(partial(step, size), own, *others, *state)
             yield out
 

@@ -234,7 +234,8 @@ def _whole(w: _Work) -> tuple[Tensor, Tensor, Partial]:
             lse[:, :, r0:r1] = logits.logsumexp(-1) - own
         else:
             logits = heavy(rows)
-        out[:, :, r0:r1] = logits.softmax(-1) @ mean
+        part = Partial.from_logits(logits, mean)
+        torch.div(part.num, part.den[..., None], out=out[:, :, r0:r1])
     if w.want_lse:
         lse.masked_fill_((mass == -torch.inf).all(-1, keepdim=True), -torch.inf)
     return out, lse, slots

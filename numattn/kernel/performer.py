@@ -173,6 +173,7 @@ def performer_attention(
         phi,
         psi,
         log=True,
+        owned=True,
         is_causal=is_causal,
         padding=x.padding,
         group=x.group,
