@@ -66,6 +66,9 @@ class HeadError:
             method is not linear in value and has none.
         weights: Frobenius norm of the error of the weights, relative to theirs.
         negative: Sum of the negative weights of a row, as a positive number; mean over rows.
+        projected: The error that leaves the layer, the same for all of its heads: Frobenius norm of
+            the error after the output projection, which adds up the heads, relative to what is
+            projected. None where the projection is not known.
     """
 
     head: int
@@ -75,6 +78,7 @@ class HeadError:
     tv: Spread | None
     weights: float | None
     negative: float | None
+    projected: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,8 +294,23 @@ def _collect(ref: Reference, out: Tensor, sums: _Sums | None) -> list[HeadError]
         tv = _spreads(sums.distance)
         weights = _ratio(sums.squared.sum(-1).sqrt(), ref.norms).flatten().tolist()
         negative = sums.negative.mean(-1).flatten().tolist()
-    columns = zip(output, rows, hull, tv, weights, negative, strict=True)
+    columns = zip(output, rows, hull, tv, weights, negative, _projected(ref, out), strict=True)
     return [HeadError(head, *values) for head, values in enumerate(columns)]
+
+
+def _projected(ref: Reference, out: Tensor) -> list[float] | list[None]:
+    """Error after the output projection, the same for every head of a sequence."""
+    batch, heads, _ = ref.lse.shape
+    wo = ref.x.wo
+    if wo is None:
+        return [None] * (batch * heads)
+
+    def norms(x: Tensor) -> Tensor:
+        joined = x.double().transpose(1, 2).flatten(2)  # (B, N, H E)
+        return (joined @ wo.mT).flatten(1).norm(dim=1)
+
+    error = _ratio(norms(out - ref.out), norms(ref.out))
+    return error.repeat_interleave(heads).tolist()
 
 
 def _spreads(x: Tensor) -> list[Spread]:

@@ -43,6 +43,8 @@ class QKV:
         scale: Factor of the logits.
         tag: A few words on what it looks like.
         source: Where it comes from.
+        wo: Weight of the layer's output projection, (width, H E) as in ``nn.Linear``, its columns
+            head by head; None where it is not known.
     """
 
     name: str
@@ -53,6 +55,7 @@ class QKV:
     scale: float
     tag: str = ""
     source: str = ""
+    wo: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -100,7 +103,8 @@ class QKV:
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> QKV:
         """The same input in another type or on another device; None keeps what it has."""
         q, k, v = (x.to(device=device, dtype=dtype) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v)
+        wo = None if self.wo is None else self.wo.to(device=device, dtype=dtype)
+        return replace(self, q=q, k=k, v=v, wo=wo)
 
     def call(self, method: Method | None = None) -> dict[str, Any]:
         """The keywords of an attention call on it: ``is_causal``, ``scale``, ``enable_gqa``.
@@ -261,8 +265,9 @@ def load(name: str | os.PathLike[str], *, length: int | None = None, seed: int =
     """An input by name: bundled, synthetic, or a file of your own.
 
     A file is a ``.safetensors`` file with tensors ``q`` (B, H, N, D), ``k`` (B, Hk, N, D) and
-    ``v`` (B, Hk, N, E), or the same without B, of one floating type; other tensors in it are not
-    read. Its metadata, which are strings, may say ``is_causal`` (or ``causal``), ``"true"`` or
+    ``v`` (B, Hk, N, E), or the same without B, of one floating type, and perhaps ``wo``, the
+    weight of the output projection, (width, H E); other tensors in it are not read. Its metadata,
+    which are strings, may say ``is_causal`` (or ``causal``), ``"true"`` or
     ``"false"``, and ``scale``; they default to ``"false"`` and D ** -0.5. Also ``tag`` and
     ``source`` are kept. To write one::
 
@@ -318,16 +323,21 @@ def _manifest() -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, name: str) -> QKV:
     """Read and check a file."""
-    tensors, metadata = read_tensors(path, tuple("qkv"))
+    tensors, metadata = read_tensors(path, tuple("qkv"), ("wo",))
+    wo = tensors.pop("wo", None)
     tensors = {n: x[None] if x.dim() == 3 else x for n, x in tensors.items()}
     _check_tensors(path, tensors)
     q, k, v = (tensors[n] for n in "qkv")
+    _check_projection(path, wo, q.shape[1] * v.shape[3])
     causal, scale = _settings(path, metadata, q.shape[-1])
-    return QKV(name, q, k, v, causal, scale, metadata.get("tag", ""), metadata.get("source", ""))
+    tag, source = metadata.get("tag", ""), metadata.get("source", "")
+    return QKV(name, q, k, v, causal, scale, tag, source, wo)
 
 
-def read_tensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of these names in a file, and its metadata."""
+def read_tensors(
+    path: Path, names: tuple[str, ...], extra: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of these names in a file, those of `extra` that it has, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -342,7 +352,8 @@ def read_tensors(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Tensor],
                     f"{', '.join(names[:-1])} and {names[-1]}, and has "
                     f"{', '.join(sorted(file.keys())) or 'none'}."
                 )
-            return {n: file.get_tensor(n) for n in names}, file.metadata() or {}
+            found = [*names, *(n for n in extra if n in file.keys())]  # noqa: SIM118 - as above
+            return {n: file.get_tensor(n) for n in found}, file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"{path}: cannot be read; it is truncated, corrupt, or no safetensors file ({error})."
@@ -370,9 +381,24 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     need(q.shape[1] % k.shape[1] == 0, "the heads of q must be a multiple of those of k")
     need(q.shape[3] == k.shape[3], "the head sizes of q and k must be equal")
     for n, x in tensors.items():
-        bad = int((~x.isfinite()).sum())
-        if bad:
-            raise InputError(f"{path}: {bad} of the {x.numel()} numbers of {n} are not finite.")
+        _check_finite(path, n, x)
+
+
+def _check_projection(path: Path, wo: Tensor | None, columns: int) -> None:
+    if wo is None:
+        return
+    if wo.dim() != 2 or wo.shape[1] != columns or wo.dtype not in _DTYPES:
+        raise InputError(
+            f"{path}: wo must be floating, of shape (width, {columns}), a column for each value "
+            f"entry of each head; got {tuple(wo.shape)} {wo.dtype}."
+        )
+    _check_finite(path, "wo", wo)
+
+
+def _check_finite(path: Path, name: str, x: Tensor) -> None:
+    bad = int((~x.isfinite()).sum())
+    if bad:
+        raise InputError(f"{path}: {bad} of the {x.numel()} numbers of {name} are not finite.")
 
 
 def _settings(path: Path, metadata: dict[str, str], head_dim: int) -> tuple[bool, float]:

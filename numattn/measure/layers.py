@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from numattn.measure.inputs import DATA, InputError, read_tensors
+from numattn.core.rotary import Rotary
+from numattn.measure.inputs import DATA, QKV, InputError, read_tensors
 
 _TENSORS = ("x", "wq", "wk", "wv", "wo")
 _SETTINGS = ("num_heads", "kv_heads", "head_dim", "rope_base", "scale")
@@ -44,6 +46,24 @@ class LayerSample:
     def embed_dim(self) -> int:
         """Width of the hidden states."""
         return self.hidden.shape[2]
+
+    def qkv(self, name: str = "layer") -> QKV:
+        """Queries, keys and values of all heads, rotated, causal, with the output projection.
+
+        Args:
+            name: What rows and tables call it.
+        """
+        rotary = Rotary(self.head_dim, base=self.rope_base)
+        position = torch.arange(self.hidden.shape[1])
+        q, k, v = (
+            (self.hidden @ self.weights[f"{n}_proj.weight"].mT)
+            .unflatten(2, (-1, self.head_dim))
+            .transpose(1, 2)
+            for n in "qkv"
+        )
+        wo = self.weights["o_proj.weight"]
+        q, k = rotary(q, position), rotary(k, position)
+        return QKV(name, q, k, v, True, self.scale, "all heads of a layer", self.source, wo)
 
 
 def load_layer(path: str | os.PathLike[str] | None = None) -> LayerSample:

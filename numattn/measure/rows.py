@@ -32,7 +32,10 @@ class Row:
             where the method has none.
         units: The budget in its oracle's unit: keys per query, or rank of the weights.
         is_oracle, approximates, fitted, random: From `Info`; fitted methods take tensors that
-            were fitted on this very input.
+            were fitted on `calibrated_on`, or on this very input where that is empty.
+        calibrated_on: Name of the input whose tokens the tensors were fitted on.
+        mode: ``"prefill"``, a call on all tokens, or ``"decode"``, the last tokens one by one from
+            a state.
         input, tag, digest: Name of the input, what it looks like, hash of its numbers.
         length, is_causal, heads, head: Its shape; head is None in a row that stands for all.
         seed: Of the method's draw and of the random baseline.
@@ -44,6 +47,7 @@ class Row:
         tv_median, tv_p95, tv_max: Total variation between the rows of weights.
         weights: Error of the matrix of weights, Frobenius norm.
         negative: Negative mass in the weights.
+        projected: Error after the output projection, the same for all heads of a layer.
         floor: Output error of exact attention in this dtype.
         mean_baseline: Output error of the mean of the values.
         uniform_baseline: Output error of attention to `units` keys drawn uniformly.
@@ -52,9 +56,11 @@ class Row:
         block_oracle_error, block_efficiency: The same for the heaviest blocks of keys, in the
             sparse family.
         flops, exact_flops: Operations of the matrix products of one call, over all heads.
+        bytes_read, exact_bytes_read: What one decoding step reads of the state, over all heads.
         seconds, exact_seconds: Wall time of one call over all heads, in this process.
         cpu_seconds, exact_cpu_seconds: Processor time of one call, over all threads.
         time_ratio: Median ratio of wall times taken in turn; below 1 is faster than exact.
+        picture: Mean weights of a grid of tiles of the matrix; see `numattn.measure.pictures`.
         machine: Processor and threads.
         numattn_version, torch_version, python_version: What ran it.
     """
@@ -69,6 +75,8 @@ class Row:
     approximates: str
     fitted: bool
     random: bool
+    calibrated_on: str = ""
+    mode: str = "prefill"
     input: str
     tag: str
     digest: str
@@ -94,6 +102,7 @@ class Row:
     tv_max: float | None = None
     weights: float | None = None
     negative: float | None = None
+    projected: float | None = None
     floor: float | None = None
     mean_baseline: float | None = None
     uniform_baseline: float | None = None
@@ -103,11 +112,14 @@ class Row:
     block_efficiency: float | None = None
     flops: int | None = None
     exact_flops: int | None = None
+    bytes_read: int | None = None
+    exact_bytes_read: int | None = None
     seconds: float | None = None
     exact_seconds: float | None = None
     cpu_seconds: float | None = None
     exact_cpu_seconds: float | None = None
     time_ratio: float | None = None
+    picture: str = ""
     machine: str
     numattn_version: str
     torch_version: str

@@ -45,6 +45,34 @@ def signed(x: QKV, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=source, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_error_after_the_output_projection(causal):
+    """Heads are added up: errors of two heads that cancel in the projection are none."""
+    x = tiny(causal)
+    heads, width = x.q.shape[1], x.v.shape[3]
+    wo = torch.randn(5, heads * width, generator=torch.Generator().manual_seed(3)).double()
+    w = signed(x)
+    ref = reference(replace(x, wo=wo))
+    found = head_errors(with_weights(w), ref, dtype=torch.float64)
+    out = with_weights(w)(x.q, x.k, x.v)
+    for b in range(x.q.shape[0]):
+        error, exact = (
+            sum(y[b, h] @ wo[:, h * width : (h + 1) * width].mT for h in range(heads))
+            for y in (out - ref.out, ref.out)
+        )
+        for error_of_head in found[b * heads : (b + 1) * heads]:
+            assert error_of_head.projected == pytest.approx((error.norm() / exact.norm()).item())
+    assert head_errors(with_weights(w), reference(x))[0].projected is None
+    same = torch.cat([wo[:, :width], -wo[:, :width], wo[:, 2 * width :]], 1)
+    shift = torch.zeros_like(out)
+    shift[:, :2] = 1.0  # of the first two heads alike
+    moved = head_errors(
+        lambda *_: ref.out + shift, reference(replace(x, wo=same)), with_weights=False
+    )
+    assert moved[0].output > 0.1
+    assert moved[0].projected < 1e-12
+
+
 def with_weights(w: Tensor):
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return w.to(v) @ v.repeat_interleave(w.shape[1] // v.shape[1], dim=1)

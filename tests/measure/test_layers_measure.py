@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from numattn.core.rotary import Rotary
 from numattn.latent import GroupedQueryAttention
-from numattn.measure import InputError, load_layer
+from numattn.measure import InputError, load_layer, reference
 
 SETTINGS = {"num_heads": "2", "kv_heads": "1", "head_dim": "4", "rope_base": "1e4", "scale": "0.5"}
 
@@ -61,3 +61,22 @@ def test_files_that_cannot_be_used(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="truncated, corrupt"):
         load_layer(path)
+
+
+def test_its_heads_and_their_projection_are_the_output_of_the_layer():
+    sample = load_layer()
+    layer = GroupedQueryAttention(
+        sample.embed_dim,
+        sample.num_heads,
+        kv_heads=sample.kv_heads,
+        head_dim=sample.head_dim,
+        rotary=Rotary(sample.head_dim, base=sample.rope_base),
+        scale=sample.scale,
+    )
+    layer.load_state_dict(sample.weights)
+    x = sample.qkv()
+    projected = reference(x).out.transpose(1, 2).flatten(2) @ x.wo.double().mT
+    with torch.no_grad():
+        want = layer.double()(sample.hidden.double())
+    rounding = sample.embed_dim * torch.finfo(torch.float32).eps  # of sums over the width
+    assert (projected - want).norm() <= rounding * want.norm()

@@ -1,47 +1,34 @@
-"""The command ``numattn``: list, show, measure, plot. A few lines each over the library."""
+"""``numattn measure`` and ``numattn plot``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 import platform
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from numattn.cli.common import (
+    LENGTH,
+    RESULTS,
+    Commands,
+    UserError,
+    device,
+    find,
+    inputs,
+    positive,
+)
+
 if TYPE_CHECKING:
-    from numattn.core.method import Method
-    from numattn.measure.inputs import QKV
     from numattn.measure.rows import Row
     from numattn.measure.sweep import Progress
 
-WIDTH = 100
-LENGTH = 1024  # inputs are cut to this by default, so that everything takes a minute or two
-RESULTS = "numattn-results"
-
-DESCRIPTION = """\
-Approximations of softmax attention: see what there is, and measure how wrong each of them is.
-"""
-
-EXAMPLES = """\
-examples:
-  numattn list                            every method, by family
-  numattn show nystrom                    what one method does, its options, its limits
-  numattn measure                         all methods on heads of trained models (2-3 minutes)
-  numattn measure nystrom topk --budget 32 128
-  numattn measure --input gaussian my.safetensors --length 512 --out results/mine
-  numattn plot results/mine               draw the pictures again from the rows
-"""
-
-MEASURE = """\
+ABOUT = """\
 Run methods beside exact attention and report the error of each head's output and weights, how
 near the method comes to the best possible answer of its family, and what it costs.
 
@@ -54,7 +41,7 @@ MALLOC_TRIM_THRESHOLD_ raised, unless the former is set: otherwise every large t
 in page faults, which distorts the times.
 """
 
-MEASURE_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   numattn measure
   numattn measure nystrom performer --budget 16 64 256 --seeds 5
@@ -63,69 +50,25 @@ examples:
 """
 
 
-class _UserError(Exception):
-    """Something the user can put right; the message says what and how."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status.
-
-    0: done. 1: done, but a method failed. 2: something in the command, an input or a file is
-    wrong. 130: interrupted.
-    """
-    args = _parser().parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv is None and args.run is _measure:
-            _raise_malloc_thresholds()
-        status: int = args.run(args)
-        sys.stdout.flush()
-        return status
-    except _UserError as error:
-        print(f"numattn: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nnumattn: stopped.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _parser() -> argparse.ArgumentParser:
+def add(commands: Commands) -> None:
+    """Both commands."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="numattn", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
-    )
-    from numattn import __version__
-
-    parser.add_argument("--version", action="version", version=f"numattn {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    add = commands.add_parser("list", help="every method, by family")
-    add.set_defaults(run=_list)
-
-    add = commands.add_parser("show", help="what one method does, its options, its limits")
-    add.add_argument("method", metavar="METHOD", help="a name from `numattn list`")
-    add.set_defaults(run=_show)
-
-    add = commands.add_parser(
+    measure = commands.add_parser(
         "measure",
         help="error, cost and time beside exact attention",
-        description=MEASURE,
-        epilog=MEASURE_EXAMPLES,
+        description=ABOUT,
+        epilog=EXAMPLES,
         formatter_class=raw,
     )
-    _measure_arguments(add)
-    add.set_defaults(run=_measure)
+    _arguments(measure)
+    measure.set_defaults(run=run)
 
-    add = commands.add_parser("plot", help="draw the pictures of a measurement again")
-    add.add_argument("dir", type=Path, metavar="DIR", help="the --out of `numattn measure`")
-    add.set_defaults(run=_plot)
-    return parser
+    pictures = commands.add_parser("plot", help="draw the pictures of a measurement again")
+    pictures.add_argument("dir", type=Path, metavar="DIR", help="the --out of `numattn measure`")
+    pictures.set_defaults(run=plot)
 
 
-def _measure_arguments(add: argparse.ArgumentParser) -> None:
+def _arguments(add: argparse.ArgumentParser) -> None:
     from numattn.core.info import FAMILIES
 
     add.add_argument(
@@ -141,7 +84,7 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--budget",
-        type=_positive,
+        type=positive,
         nargs="+",
         action="extend",
         metavar="B",
@@ -157,14 +100,14 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--length",
-        type=_positive,
+        type=positive,
         default=LENGTH,
         metavar="N",
         help="use at most this many tokens of each input (default: %(default)s)",
     )
     add.add_argument(
         "--seeds",
-        type=_positive,
+        type=positive,
         default=2,
         metavar="K",
         help="draws of each random method (default: %(default)s)",
@@ -186,7 +129,7 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     add.add_argument("--no-timing", action="store_true", help="leave out the times")
     add.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         metavar="T",
         help="processor threads (default: as many as torch likes; on a busy machine 1 is quicker)",
     )
@@ -197,88 +140,15 @@ def _measure_arguments(add: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer; got {text!r}")
-    return value
-
-
-# --- list, show -----------------------------------------------------------------------------
-
-
-def _list(args: argparse.Namespace) -> int:
-    import numattn
-
-    for family, records in groupby(numattn.methods(), lambda record: record.info.family):
-        print(family)
-        for record in records:
-            info = record.info
-            needs = "" if info.needs == "nothing" else f" (needs {info.needs})"
-            budget = f" [{info.budget}]" if info.budget else ""
-            line = f"{info.summary}{budget}{needs}"
-            indent = " " * 15
-            print(textwrap.fill(f"  {info.name:<12} {line}", WIDTH, subsequent_indent=indent))
-    print("\nIn brackets: the option that trades cost for accuracy. More: numattn show METHOD")
-    return 0
-
-
-def _show(args: argparse.Namespace) -> int:
-    method = _method(args.method)
-    info, function = method.info, type(method).function
-    package = function.__module__.rpartition(".")[0]
-    masks = {"none": "none", "padding": "key padding", "full": "any"}
-    facts = {
-        "family": info.family + (", its oracle: not a fast method" if info.oracle else ""),
-        "target": "softmax" if info.approximates == "softmax" else "its own, not softmax",
-        "budget": info.budget or "none",
-        "cost": info.complexity,
-        "causal": info.causal,
-        "masks": masks[info.mask],
-        "lengths": "queries and keys may differ" if info.cross else "queries = keys",
-        "decoding": "yes" if info.decode else "no",
-        "gradients": "yes" if info.differentiable else "no",
-        "random": "yes, pass a generator" if info.random else "no",
-        "needs": info.needs,
-        "paper": info.paper,
-        "options": ", ".join(f"{f.name}={getattr(method, f.name)!r}" for f in fields(method)),
-        "tensors": ", ".join(info.state_tensors),
-        "import": f"from {package} import {function.__name__}, {type(method).__name__}",
-    }
-    print(f"{info.name}: {info.summary}\n")
-    for name, fact in facts.items():
-        if fact:
-            print(textwrap.fill(f"  {name:<10} {fact}", WIDTH, subsequent_indent=" " * 13))
-    for check, reason in info.exceptions.items():
-        line = f"  {'except':<10} {check}: {reason}"
-        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * 13))
-    print(f"\n{inspect.getdoc(function)}")
-    return 0
-
-
-def _method(name: str) -> Method:
-    import numattn
-
-    try:
-        return numattn.get(name)
-    except KeyError as error:
-        raise _UserError(error.args[0]) from error
-
-
-# --- measure, plot --------------------------------------------------------------------------
-
-
-def _measure(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure, and report."""
     import torch
 
     from numattn.measure.sweep import sweep
 
     wanted = _wanted(args)
-    inputs = _inputs(args.input, args.length)
-    device = _device(args.device)
+    given = inputs(args.input, args.length)
+    place = device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
     path = args.out / "rows.jsonl"
@@ -288,11 +158,11 @@ def _measure(args: argparse.Namespace) -> int:
             rows = sweep(
                 wanted,
                 args.budget,
-                inputs,
+                given,
                 args.seeds,
                 out=path,
                 dtype=getattr(torch, args.dtype),
-                device=device,
+                device=place,
                 timing=not args.no_timing,
                 progress=progress,
             )
@@ -307,7 +177,7 @@ def _measure(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:  # RowsError is a ValueError
-        raise _UserError(str(error)) from error
+        raise UserError(str(error)) from error
     return _failures(rows)
 
 
@@ -316,7 +186,7 @@ def _wanted(args: argparse.Namespace) -> str | list[str]:
     import numattn
 
     for name in args.methods:
-        _method(name)
+        find(name)
     members = [
         record.info.name
         for record in numattn.methods()
@@ -324,32 +194,8 @@ def _wanted(args: argparse.Namespace) -> str | list[str]:
     ]
     wanted = list(dict.fromkeys([*args.methods, *members]))
     if args.family and not wanted:
-        raise _UserError(f"--family {' '.join(args.family)}: no method that needs no training.")
+        raise UserError(f"--family {' '.join(args.family)}: no method that needs no training.")
     return wanted or "all"
-
-
-def _inputs(names: list[str] | None, length: int) -> list[QKV]:
-    """The inputs, cut to the length."""
-    from numattn.measure.inputs import SYNTHETIC, bundled, load
-
-    inputs = []
-    for name in bundled() if names is None else names:
-        try:
-            x = load(name, length=length if name in SYNTHETIC else None)
-            inputs.append(x.crop(min(length, x.length)))
-        except (ValueError, OSError) as error:
-            raise _UserError(str(error)) from error
-    return inputs
-
-
-def _device(name: str) -> str:
-    import torch
-
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise _UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
-    return name
 
 
 def _failures(rows: Sequence[Row]) -> int:
@@ -371,23 +217,24 @@ def _report(folder: Path, details: bool) -> None:
 
 
 def _pictures(rows: Sequence[Row], folder: Path) -> list[Path]:
-    from numattn.measure.plots import plot
+    from numattn.measure import plots
 
     try:
-        return plot(rows, folder)
+        return plots.plot(rows, folder)
     except ImportError:
         print('No pictures: matplotlib is missing. pip install "numattn[report]"', file=sys.stderr)
         return []
 
 
-def _plot(args: argparse.Namespace) -> int:
+def plot(args: argparse.Namespace) -> int:
+    """Draw the pictures."""
     from numattn.measure.rows import RowsError, read_rows
 
     try:
         rows = read_rows(args.dir / "rows.jsonl")
         written = _pictures(rows, args.dir)
     except (RowsError, OSError) as error:
-        raise _UserError(str(error)) from error
+        raise UserError(str(error)) from error
     if written:
         print("Written: " + ", ".join(str(path) for path in written))
     return 0
@@ -462,7 +309,7 @@ def _one_line() -> Callable[[Progress], None]:
     return show
 
 
-def _raise_malloc_thresholds() -> None:
+def raise_malloc_thresholds() -> None:
     """Start again with glibc's allocator set for timing; see `numattn.measure.timing`."""
     from numattn.measure.timing import ALLOCATOR
 
