@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 import numattn
 from numattn.cli import main
 from numattn.measure import read_rows
+from numattn.measure.rows import claim
 
 BUDGETED = next(m.info.name for m in numattn.methods() if m.info.budget)
 
@@ -211,7 +212,7 @@ def test_interrupted(capsys, tmp_path, monkeypatch):
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["numattn.measure.sweep"], "head_errors", interrupt)
+    monkeypatch.setattr(sys.modules["numattn.measure.unit"], "head_errors", interrupt)
     status, _, err = run(capsys, *tiny(tmp_path))
     assert status == 130
     assert "To go on: numattn measure exact --input gaussian" in err
@@ -224,6 +225,49 @@ def test_without_matplotlib(capsys, tmp_path, monkeypatch):
     assert status == 0
     assert 'pip install "numattn[report]"' in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.csv", "report.md", "rows.jsonl"]
+
+
+def test_types_and_modes(capsys, tmp_path):
+    argv = ("--input", "smollm2-local", "--length", "16", "--out", str(tmp_path), "--no-timing")
+    more = ("--dtype", "float32", "bfloat16", "--mode", "prefill", "decode")
+    status, _, err = run(capsys, "measure", "exact", *argv, *more)
+    assert status == 0, err
+    rows = read_rows(tmp_path / "rows.jsonl")
+    found = {(row.dtype, row.mode) for row in rows}
+    assert found == {(t, m) for t in ("float32", "bfloat16") for m in ("prefill", "decode")}
+
+
+def test_calibrate(capsys, tmp_path):
+    argv = ("--input", "smollm2-local", "--length", "16", "--out", str(tmp_path), "--no-timing")
+    status, _, err = run(capsys, "measure", "loki", *argv, "--calibrate", "half")
+    assert status == 0, err
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert {(row.length, row.calibrated_on) for row in rows} == {(8, "smollm2-local, first half")}
+    status, _, err = run(capsys, "measure", "loki", *argv, "--calibrate", "gaussian")
+    assert status == 2
+    assert "gaussian must have the heads of smollm2-local" in err
+
+
+def test_references_are_kept_where_it_is_said(capsys, tmp_path, monkeypatch):
+    folders = [tmp_path / "default", tmp_path / "named"]
+    monkeypatch.setenv("NUMATTN_CACHE", str(folders[0]))
+    run(capsys, *tiny(tmp_path / "a"), "--no-cache")
+    assert not any(folder.exists() for folder in folders)
+    run(capsys, *tiny(tmp_path / "b"), "--cache", str(folders[1]))
+    assert [folder.exists() for folder in folders] == [False, True]
+    run(capsys, *tiny(tmp_path / "c"))
+    assert [len(list(folder.iterdir())) for folder in folders] == [1, 1]
+    status, _, err = run(capsys, *tiny(tmp_path), "--cache", "x", "--no-cache")
+    assert status == 2
+    assert "not allowed with" in err
+
+
+def test_a_folder_that_another_measurement_writes_to(capsys, tmp_path):
+    with claim(tmp_path / "rows.jsonl"):
+        status, _, err = run(capsys, *tiny(tmp_path))
+    assert status == 2
+    assert f"is being written by process {os.getpid()}" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_and_version(capsys):

@@ -27,6 +27,7 @@ SURFACE = 2.5  # `import numattn`: every method, so only what stands above them 
 OPTIONAL = (
     "scipy",
     "matplotlib",
+    "plotly",
     "rich",
     "tensorly",
     "opt_einsum",

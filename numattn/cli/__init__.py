@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from numattn.cli import measure, methods
+from numattn.cli import diagnose, measure, methods, report
 from numattn.cli.common import UserError
 
 DESCRIPTION = """\
@@ -21,7 +21,9 @@ examples:
   numattn measure                         all methods on heads of trained models (2-3 minutes)
   numattn measure nystrom topk --budget 32 128
   numattn measure --input gaussian my.safetensors --length 512 --out results/mine
+  numattn diagnose my.safetensors         what each head looks like, and what to try first
   numattn plot results/mine               draw the pictures again from the rows
+  numattn report results/mine             the same as one HTML page, with filters
 """
 
 
@@ -60,6 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"numattn {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    for part in (methods, measure):
+    for part in (methods, diagnose, measure, report):
         part.add(commands)
     return parser

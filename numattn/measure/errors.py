@@ -26,6 +26,7 @@ from numattn.core.method import Method
 from numattn.engines.tiles import spans
 from numattn.exact import Exact
 from numattn.measure.inputs import QKV
+from numattn.measure.pictures import picture, tiles
 from numattn.measure.weights import identity_columns
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class HeadError:
         projected: The error that leaves the layer, the same for all of its heads: Frobenius norm of
             the error after the output projection, which adds up the heads, relative to what is
             projected. None where the projection is not known.
+        picture: Of the weights, where one was asked for; see `numattn.measure.pictures`.
     """
 
     head: int
@@ -79,6 +81,7 @@ class HeadError:
     weights: float | None
     negative: float | None
     projected: float | None = None
+    picture: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +205,7 @@ def head_errors(
     linear_in_value: bool = True,
     with_weights: bool = True,
     max_columns: int = 512,
+    with_pictures: bool = False,
 ) -> list[HeadError]:
     """Measure a method against the reference.
 
@@ -214,6 +218,7 @@ def head_errors(
         with_weights: Whether to measure them, by attending with the identity as value: the method
             runs N / max_columns more times, on values of that width.
         max_columns: Width of a block of the identity.
+        with_pictures: Whether to make pictures of the weights, where those are measured.
 
     Returns:
         The errors of each query head, in order.
@@ -231,9 +236,12 @@ def head_errors(
     if not (linear_in_value and with_weights):
         return _collect(ref, out, None)
     sums = _Sums(ref)
+    means = tiles(y.length).to(ref.lse) if with_pictures else None
     for start, stop in spans(y.length, max_columns):
         predicted = fn(y.q, y.k, identity_columns(y, start, stop))
         sums.add(slice(None), predicted, ref.weights(columns=slice(start, stop)))
+        if means is not None:
+            sums.add_tiles(predicted, means, means[:, start:stop])
     return _collect(ref, out, sums)
 
 
@@ -272,6 +280,7 @@ class _Sums:
         self.distance = torch.zeros_like(ref.lse)
         self.squared = torch.zeros_like(ref.lse)
         self.negative = torch.zeros_like(ref.lse)
+        self.tiles: Tensor | None = None  # mean weights, (B, H, 32, 32)
 
     def add(self, rows: slice, predicted: Tensor, exact: Tensor) -> None:
         """Take in some columns of some rows, (B, H, n, c)."""
@@ -279,6 +288,12 @@ class _Sums:
         self.distance[:, :, rows] += torch.linalg.vector_norm(difference, 1, -1) / 2
         self.squared[:, :, rows] += torch.linalg.vector_norm(difference, 2, -1).square()
         self.negative[:, :, rows] -= predicted.clamp(max=0).sum(-1, dtype=torch.float64)
+
+    def add_tiles(self, predicted: Tensor, rows: Tensor, columns: Tensor) -> None:
+        """Take in some columns, (B, H, N, c), averaged by (32, N) from the left, (32, c) right."""
+        x = predicted.to(compute_dtype(predicted.dtype))
+        part = (rows.to(x) @ x).double() @ columns.mT
+        self.tiles = part if self.tiles is None else self.tiles + part
 
 
 def _collect(ref: Reference, out: Tensor, sums: _Sums | None) -> list[HeadError]:
@@ -294,7 +309,12 @@ def _collect(ref: Reference, out: Tensor, sums: _Sums | None) -> list[HeadError]
         tv = _spreads(sums.distance)
         weights = _ratio(sums.squared.sum(-1).sqrt(), ref.norms).flatten().tolist()
         negative = sums.negative.mean(-1).flatten().tolist()
-    columns = zip(output, rows, hull, tv, weights, negative, _projected(ref, out), strict=True)
+    pictures = [""] * len(output)
+    if sums is not None and sums.tiles is not None:
+        pictures = [picture(means, ref.x.length) for means in sums.tiles.flatten(0, 1)]
+    columns = zip(
+        output, rows, hull, tv, weights, negative, _projected(ref, out), pictures, strict=True
+    )
     return [HeadError(head, *values) for head, values in enumerate(columns)]
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 Cost: TypeAlias = Callable[[Row], "float | None"]
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; by family, in order.
-_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _MARKERS = "osD^vPX*<>hp"
 
-_ROUNDING = 10  # times the floor: an error that is no approximation's, and would spoil the scale
+ROUNDING = 10  # times the floor: an error that is no approximation's, and would spoil the scale
 
 
 def plot(rows: Sequence[Row], out: Path | str) -> list[Path]:
@@ -104,7 +104,7 @@ def _curves(rows: Sequence[Row], cost: Cost) -> list[list[tuple[Row, float, floa
         x, y = middle(part, cost), middle(part, lambda r: r.output)
         if part[0].family == FAMILIES[0] or not x or not y:  # exact attention is drawn by itself
             continue
-        if y <= _ROUNDING * (middle(part, lambda r: r.floor) or 0.0):
+        if y <= ROUNDING * (middle(part, lambda r: r.floor) or 0.0):
             continue
         if math.isfinite(x) and math.isfinite(y):
             curves.setdefault(part[0].variant, []).append((part[0], x, y))
@@ -114,7 +114,7 @@ def _curves(rows: Sequence[Row], cost: Cost) -> list[list[tuple[Row, float, floa
 def _curve(ax: Axes, points: list[tuple[Row, float, float]], marker: str) -> None:
     """A method's line; its markers grow with the budget."""
     row = points[0][0]
-    color = _COLORS[FAMILIES.index(row.family)]
+    color = COLORS[FAMILIES.index(row.family)]
     face = "white" if row.approximates == "own" else color
     x, y = [x for _, x, _ in points], [y for _, _, y in points]
     style: dict[str, Any] = {

@@ -29,11 +29,14 @@ COLUMNS = {
     "budget": "value of the option that trades cost for accuracy (`numattn show METHOD` names it)",
     "error": "norm(out - exact) / norm(exact) over a head; median over heads and seeds",
     "worst": "the same for the worst head and seed",
+    "proj.": "the error after the output projection of the layer, all heads together",
     "TV": "total variation between a row of weights and softmax's, from 0 to 1; typical row",
     "TV95": "the same for the row that 95 % of rows stay below",
-    "eff.": "efficiency: how near the best possible answer of its family at this budget; 1 is best",
+    "eff.": "efficiency: error of the family's best possible answer at this budget over the error "
+    "here; 1 is best, and more only where the family's bound does not hold for the method",
     "b.eff.": "the same against the best blocks of 64 keys for tiles of 64 queries; sparse only",
     "FLOPs": "operations of the matrix products, relative to exact attention; no factorisations",
+    "bytes": "what a decoding step reads of the state, relative to all keys and values",
     "time": "wall time of one call relative to exact attention on this machine; below 1 is faster",
 }
 
@@ -74,12 +77,16 @@ def text(rows: Sequence[Row], *, details: bool = False, color: bool = False) -> 
     """
     tables = [input_table(part) for part in _by_setting(rows)]
     shown = tables if details or len(tables) == 1 else []
-    shown = [*shown, *([summary_table(rows)] if len(tables) > 1 else [])]
-    render = _rich if color and _has_rich() else _plain
+    shown = [*shown, *_summaries(rows)]
+    render = _rich if color and _has_rich() else plain
     used = {name for table in shown for name in table.header}
-    key = [f"{name:>7}  {says}" for name, says in COLUMNS.items() if name in used]
+    key = [
+        textwrap.fill(f"{name:>7}  {says}", WIDTH, subsequent_indent=" " * 9)
+        for name, says in COLUMNS.items()
+        if name in used
+    ]
     notes = [textwrap.fill(note, WIDTH) for note in notes_for(rows)]
-    where = textwrap.fill(_provenance(rows), WIDTH)
+    where = textwrap.fill(provenance(rows), WIDTH)
     drawn = [render(table) for table in shown]
     return "\n\n".join([*drawn, "\n".join(key), "\n".join(notes), where])
 
@@ -90,13 +97,12 @@ def markdown(rows: Sequence[Row]) -> str:
     key = [f"| `{name}` | {says} |" for name, says in COLUMNS.items()]
     body = [
         "# Attention approximations, measured",
-        _provenance(rows),
+        provenance(rows),
         "## How to read the tables",
         "\n".join(["| column | meaning |", "| --- | --- |", *key]),
         "\n".join(f"- {note}" for note in notes_for(rows)),
     ]
-    if len(parts) > 1:
-        body.append(_markdown(summary_table(rows)))
+    body.extend(_markdown(table) for table in _summaries(rows))
     body.extend(_markdown(input_table(part)) for part in parts)
     return "\n\n".join(body) + "\n"
 
@@ -138,6 +144,7 @@ def input_table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     kind = "causal" if first.is_causal else "bidirectional"
     title = f"{first.input}, {first.length} tokens, {kind}, {first.dtype}"
+    title += ", decoding" if first.mode == "decode" else ""
     title += "" if first.device == "cpu" else f", {first.device}"
     title += f": {first.tag}" if first.tag else ""
     body, ruled = _lines(rows)
@@ -149,7 +156,7 @@ def input_table(rows: Sequence[Row]) -> Table:
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """All inputs: medians over inputs of what the inputs' tables show, and the worst head."""
+    """Inputs in one mode: medians over inputs of what their tables show, and the worst head."""
     names = {row.setting for row in rows}
     body, ruled = _lines(rows)
     counted = [
@@ -160,7 +167,8 @@ def summary_table(rows: Sequence[Row]) -> Table:
     if good:
         ruled.append(len(counted))
         counted.extend((*line, str(len({r.setting for r in good}))) for line in _baselines(good))
-    title = f"Summary over {len(names)} inputs (medians over inputs, heads and seeds)"
+    what = ", decoding," if rows[0].mode == "decode" else ""
+    title = f"Summary over {len(names)} inputs{what} (medians over inputs, heads and seeds)"
     return _table(title, (*COLUMNS, "inputs"), counted, ruled, rows)
 
 
@@ -225,6 +233,12 @@ def _table(
     return Table(title, tuple(header[i] for i in kept), lines, tuple(ruled), tuple(_refusals(rows)))
 
 
+def _summaries(rows: Sequence[Row]) -> list[Table]:
+    """One for each mode that several inputs were measured in."""
+    modes = [[row for row in rows if row.mode == mode] for mode in ("prefill", "decode")]
+    return [summary_table(part) for part in modes if len({row.setting for row in part}) > 1]
+
+
 def _by_setting(rows: Sequence[Row]) -> list[list[Row]]:
     parts: dict[object, list[Row]] = {}
     for row in rows:
@@ -251,11 +265,13 @@ def _lines(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[int]]:
                 "" if first.budget is None else str(first.budget),
                 shown,
                 number(float(np.max(errors)) if errors else None),
+                number(middle(part, lambda r: r.projected)),
                 number(middle(part, lambda r: r.tv_median)),
                 number(middle(part, lambda r: r.tv_p95)),
                 number(middle(part, lambda r: r.efficiency)),
                 number(middle(part, lambda r: r.block_efficiency)),
                 number(middle(part, lambda r: r.relative_flops)),
+                number(middle(part, lambda r: r.relative_bytes)),
                 number(middle(part, lambda r: r.time_ratio)),
             )
         )
@@ -292,7 +308,7 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _provenance(rows: Sequence[Row]) -> str:
+def provenance(rows: Sequence[Row]) -> str:
     """Where the numbers are from."""
 
     def of(name: str) -> str:
@@ -319,7 +335,8 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _plain(table: Table) -> str:
+def plain(table: Table) -> str:
+    """A table in characters."""
     columns = zip(table.header, *table.body, strict=True)
     widths = [max(len(cell) for cell in column) for column in columns]
 

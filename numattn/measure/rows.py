@@ -6,8 +6,10 @@ made from rows, never from runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +18,7 @@ from typing import Any
 
 
 class RowsError(ValueError):
-    """A file of rows cannot be read; the message names file and line."""
+    """A file of rows cannot be read or written; the message names the file, and the line if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,10 @@ class Row:
         units: The budget in its oracle's unit: keys per query, or rank of the weights.
         is_oracle, approximates, fitted, random: From `Info`; fitted methods take tensors that
             were fitted on `calibrated_on`, or on this very input where that is empty.
-        calibrated_on: Name of the input whose tokens the tensors were fitted on.
+        calibrated_on: Name of the input whose tokens the tensors were fitted on, if that is another
+            one; where the row decodes and this is empty, they were the tokens before its steps.
         mode: ``"prefill"``, a call on all tokens, or ``"decode"``, the last tokens one by one from
-            a state.
+            a state; its errors are of their rows, and weights, operations and times have none.
         input, tag, digest: Name of the input, what it looks like, hash of its numbers.
         length, is_causal, heads, head: Its shape; head is None in a row that stands for all.
         seed: Of the method's draw and of the random baseline.
@@ -126,9 +129,9 @@ class Row:
     python_version: str
 
     @property
-    def setting(self) -> tuple[str, int, str, str, str]:
+    def setting(self) -> tuple[str, int, str, str, str, str]:
         """What rows must share to stand in one table."""
-        return self.input, self.length, self.dtype, self.device, self.backend
+        return self.input, self.length, self.dtype, self.device, self.backend, self.mode
 
     @property
     def unit(self) -> str:
@@ -145,6 +148,13 @@ class Row:
     def relative_flops(self) -> float | None:
         """Operations of the matrix products, relative to exact attention."""
         return None if self.flops is None or not self.exact_flops else self.flops / self.exact_flops
+
+    @property
+    def relative_bytes(self) -> float | None:
+        """What a decoding step reads, relative to all keys and values."""
+        if self.bytes_read is None or not self.exact_bytes_read:
+            return None
+        return self.bytes_read / self.exact_bytes_read
 
     @property
     def siblings(self) -> int:
@@ -166,12 +176,55 @@ def read_rows(path: Path | str) -> list[Row]:
     return [row for block in store.blocks.values() for row in block]
 
 
+@contextlib.contextmanager
+def claim(path: Path) -> Iterator[None]:
+    """Be the only writer of a file of rows while this lasts.
+
+    The claim is a lock that the system releases when the process ends, however it ends, on
+    ``path`` with ``.lock`` added; the file says whose it is. Where the system has no `fcntl`
+    (Windows) nothing is locked.
+
+    Raises:
+        RowsError: Another process, or thread, has the claim; the message names it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.with_name(path.name + ".lock")
+    with contextlib.ExitStack() as opened:
+        while True:
+            file = opened.enter_context(open(name, "a+", encoding="utf-8"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                who = file.read().strip() or "another process"
+                raise RowsError(
+                    f"{path} is being written by {who}. Wait until it ends, or stop it, or let the "
+                    "rows go to another folder."
+                ) from None
+            # The one before may have removed the file between its being opened and being locked.
+            if name.exists() and os.path.samestat(os.fstat(file.fileno()), name.stat()):
+                break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            name.unlink(missing_ok=True)
+
+
 class Store:
     """Rows by unit of work, and the file that keeps them.
 
     A unit's lines are written at once and flushed to the disk, so a crash can only leave the last
     unit torn. That tail is reported, its work counts as not done, and it is cut off before the
     next unit is written. Anything else that cannot be read is an error, and nothing is changed.
+    `claim` keeps a second writer away.
     """
 
     def __init__(self, path: Path | None, tell: Callable[[str], None]) -> None:
@@ -196,6 +249,8 @@ class Store:
     def has(self, blank: Row, timed: bool) -> bool:
         """Whether a unit of work was done by the same version on the same numbers.
 
+        Those that its tensors were fitted on count by name.
+
         Args:
             blank: A row of the unit, without what is measured.
             timed: Whether it must have times.
@@ -203,24 +258,46 @@ class Store:
         row = self.blocks.get(blank.unit, [blank])[0]
         if row is blank or row.status == "failed":
             return False
-        same = (row.numattn_version, row.digest) == (blank.numattn_version, blank.digest)
-        oracle = row.is_oracle and row.budget is not None  # which is never timed
-        timed = timed and row.status == "ok" and not oracle
+        same = all(
+            getattr(row, name) == getattr(blank, name)
+            for name in ("numattn_version", "digest", "calibrated_on")
+        )
+        oracle = row.is_oracle and row.budget is not None
+        untimed = oracle or row.mode != "prefill" or row.status != "ok"  # whatever is asked for
+        timed = timed and not untimed
         return same and not (timed and row.seconds is None)
 
     def add(self, block: list[Row]) -> None:
-        """Keep a unit of work, on the disk before anything else happens."""
+        """Keep a unit of work, on the disk before anything else happens.
+
+        Raises:
+            RowsError: The disk is full, or fails; the file ends where it did before.
+        """
+        if self.path is not None:
+            lines = "".join(json.dumps(asdict(row)) + "\n" for row in block)
+            self._append(self.path, lines.encode())
         self.blocks[block[0].unit] = block
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
+
+    def _append(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab", buffering=0) as file:
             if self._end is not None:
                 file.truncate(self._end)
                 self._end = None
-            file.write("".join(json.dumps(asdict(row)) + "\n" for row in block).encode())
-            file.flush()
-            os.fsync(file.fileno())
+            before = os.fstat(file.fileno()).st_size
+            try:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                self._end = before
+                with contextlib.suppress(OSError):  # then the torn end is cut off later
+                    file.truncate(before)
+                raise RowsError(
+                    f"{path} cannot be written: {error.strerror}. The {len(self.blocks)} units "
+                    "of work before this are safe; make room, and start the sweep again to go on."
+                ) from error
 
 
 def _blocks(path: Path, data: bytes) -> Iterator[tuple[list[Row], int]]:

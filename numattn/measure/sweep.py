@@ -1,48 +1,36 @@
-"""Methods x budgets x inputs x seeds -> rows, in a file that a stopped sweep goes on from.
+"""Methods x budgets x inputs x seeds x types x devices x modes -> rows.
 
-`sweep` runs the methods and writes `numattn.measure.rows`.
+`sweep` writes `numattn.measure.rows` into a file that a stopped sweep goes on from.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
+import contextlib
+import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
 
-import numattn
-from numattn.core.cost import count_flops
-from numattn.core.inputs import Unsupported
+from numattn.core.inputs import one_of
 from numattn.core.method import Method
 from numattn.core.registry import get, methods
-from numattn.engines import resolve
-from numattn.exact import Exact
-from numattn.measure.baselines import mean_of_values, uniform_keys
-from numattn.measure.errors import (
-    Attend,
-    HeadError,
-    Reference,
-    attend,
-    head_errors,
-    noise_floor,
-    reference,
-)
+from numattn.measure.bench import Bench, Truth
 from numattn.measure.inputs import QKV, load
-from numattn.measure.oracle import block_oracle, efficiency, oracle
-from numattn.measure.rows import Row, Store
-from numattn.measure.timing import LIMIT, compare
+from numattn.measure.ranks import Team
+from numattn.measure.rows import Row, Store, claim
+from numattn.measure.unit import MODES, Unit
+
+T = TypeVar("T")
 
 GRID = (16, 64, 256, 1024)  # default budgets; those up to half the length are used
 
-WEIGHTS_UP_TO = 2048  # longest input whose implied weights, N x N per head, are formed
+ROUND = 10.0  # seconds after which processes that share the work exchange rows
 
 
 @dataclass(frozen=True)
@@ -95,9 +83,13 @@ def sweep(
     seeds: int = 1,
     *,
     out: Path | str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+    device: str | Sequence[str] = "cpu",
+    mode: str | Sequence[str] = "prefill",
+    calibrate: QKV | str | None = None,
     timing: bool = True,
+    cache: Path | str | None = None,
+    team: Team | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
     """Measure methods against exact attention.
@@ -113,65 +105,162 @@ def sweep(
         inputs: QKVs, or names and paths for `numattn.measure.inputs.load`.
         seeds: How many draws of a random method.
         out: File of rows, extended; work that it holds is not done again unless it failed, the
-            input or the version of numattn changed, or timings are wanted that it lacks.
-        dtype: Type in which the methods run.
-        device: Where they run.
+            input, what tensors are fitted on, or the version of numattn changed, or timings are
+            wanted that it lacks. Only one sweep at a time may write to it.
+        dtype: Type or types in which the methods run.
+        device: Where they run; one or several.
+        mode: ``"prefill"``, one call on all tokens; ``"decode"``, the last 64 tokens, or a quarter
+            of a shorter input, one by one from a state that holds those before, with the error of
+            their outputs and the bytes that the last step reads; or both. Only causal inputs are
+            decoded, by methods that have a state.
+        calibrate: What tensors are fitted on. ``"other"``, the same heads on another text where
+            the bundle has it (`numattn.measure.calibration`), else the input; ``"itself"``, the
+            input, which flatters; ``"half"``, the first half of each input, and all methods are
+            measured on the second half as a sequence of its own; or an input with the same heads.
+            None is ``"other"`` for tensors that a call cannot fit: those of causal calls of methods
+            that are `fitted`, and where `Info.needs` is "calibration"; in other calls methods fit
+            on what they attend to. Decoding with ``"itself"`` fits on the tokens before the steps.
         timing: Whether to take times, which makes up about a third of the work. Oracles with a
-            budget are not timed.
+            budget and decoding are not timed.
+        cache: Folder of references on disk, see `numattn.measure.references`; None keeps none.
+        team: Processes that share the work, each calling `sweep` with the same arguments; see
+            `numattn.measure.ranks`. They share the inputs, or parts of them where there are few;
+            the leader writes, every few seconds. Times are disturbed by what the others do.
         progress: Called before each unit of work, at the end, and with notes, which are warnings
-            otherwise.
+            otherwise; in the leader only.
 
     Returns:
-        The rows asked for, in order of input, method, budget, seed, head.
+        The rows asked for, in order of input, device, dtype, method, budget, mode, seed, head. Who
+        does not lead a team gets none.
 
     Raises:
         KeyError: A method does not exist.
         InputError: An input does not exist or is not usable.
-        RowsError: `out` holds a line that is not a row; the file is left alone.
-        ValueError: There is no input, two have the same name, or `seeds` is not positive.
+        RowsError: `out` holds a line that is not a row, and is left alone; another sweep writes to
+            it; or it cannot be written.
+        ValueError: There is no input, two have the same name, `seeds` is not positive, there is no
+            such mode, or `calibrate` does not fit an input.
     """
     if seeds < 1:
         raise ValueError(f"sweep: seeds must be positive; got {seeds}.")
-    tell = progress or (lambda p: warnings.warn(p.note, stacklevel=3) if p.note else None)
+    modes = _several(mode, str)
+    for name in modes:
+        one_of("sweep", "mode", name, MODES)
+    team = team or Team()
+    tell = _teller(progress, team)
+
+    def note(text: str) -> None:
+        tell(Progress(note=text))
+
     wanted = wanted if isinstance(wanted, str) else list(wanted)
     records, left_out = select(wanted)
     if left_out:
         names = ", ".join(left_out)
-        tell(Progress(note=f"Left out, for they need training: {names}. Name them to run them."))
+        note(f"Left out, for they need training: {names}. Name them to run them.")
     given = {id(m) for m in wanted if isinstance(m, Method)} if wanted != "all" else set()
-    store = Store(None if out is None else Path(out), lambda note: tell(Progress(note=note)))
-    benches = [_Bench(load(x) if isinstance(x, str) else x, dtype, device, timing) for x in inputs]
-    _check_inputs(benches)
-    units = [
-        _Unit(bench, record, budget, seed)
-        for bench in benches
+    found = [load(x) if isinstance(x, str) else x for x in inputs]
+    devices = _several(device, str)
+    places = [Truth(x, at, calibrate, cache, note) for x, at in product(found, devices)]
+    _check_inputs([truth.stored for truth in places[:: len(devices)]])
+    plan = {
+        unit.blank.unit: unit
+        for bench in (
+            Bench(truth, kind) for truth in places for kind in _several(dtype, torch.dtype)
+        )
         for record in records
         for budget in _budgets(record, budgets, bench.x.length, id(record) in given)
+        for name in modes
         for seed in range(seeds if record.info.random else 1)
-    ]
-    plan = {unit.blank.unit: unit for unit in units}
-    pending = [unit for unit in plan.values() if not store.has(unit.blank, timing)]
-    for done, unit in enumerate(pending):
-        name = unit.bench.x.name
-        tell(Progress(done, len(pending), name, unit.method.info.name, unit.budget))
-        store.add(unit.run())
-        if done + 1 == len(pending) or pending[done + 1].bench is not unit.bench:
-            unit.bench.release()
+        for unit in [Unit(bench, record, budget, seed, name, timing)]
+    }
+    with _opened(None if out is None else Path(out), team, note) as store:
+        pending = team.from_leader(
+            lambda: [key for key, unit in plan.items() if not store.has(unit.blank, timing)]
+        )
+        _work([plan[key] for key in pending], store, team, tell)
+        return [row for key in plan for row in store.blocks[key]] if team.leads else []
+
+
+def _work(
+    pending: Sequence[Unit], store: Store, team: Team, tell: Callable[[Progress], None]
+) -> None:
+    """Do what is to be done. The leader keeps its own rows at once, and those of others by rounds.
+
+    In a round every process works for some seconds; then all exchange what they have.
+    """
+    mine = deque(_shares(pending, team))
+    bench: Bench | None = None
+    done, busy = 0, True
+    while busy:
+        blocks: list[list[Row]] = []
+        began = time.monotonic()
+        while mine and (not blocks or time.monotonic() - began < ROUND):
+            unit = mine.popleft()
+            if bench is not None and bench is not unit.bench:
+                bench.release(unit.bench.truth is not bench.truth)
+            bench = unit.bench
+            step = done + len(blocks) if team.leads else 0
+            tell(Progress(step, len(pending), bench.x.name, unit.record.info.name, unit.budget))
+            blocks.append(unit.run())
+            if team.leads:
+                store.add(blocks[-1])
+        every = team.gather((blocks, bool(mine)))
+        done += sum(len(theirs) for theirs, _ in every)
+        busy = any(more for _, more in every)
+        if team.leads:
+            for theirs, _ in every[1:]:
+                for rows in theirs:
+                    store.add(rows)
+    if bench is not None:
+        bench.release(True)
     tell(Progress(len(pending), len(pending)))
-    return [row for key in plan for row in store.blocks[key]]
 
 
-def machine(device: str) -> str:
-    """The processor and the threads torch uses, or the GPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+def _shares(pending: Sequence[Unit], team: Team) -> list[Unit]:
+    """What falls to this process: whole inputs, or parts of them where there are not enough.
+
+    What is computed once for an input is then computed by few.
+    """
+    groups: dict[int, list[Unit]] = {}
+    for unit in pending:
+        groups.setdefault(id(unit.bench.truth), []).append(unit)
+    parts = -(-team.size // max(len(groups), 1))
+    pieces = [group[i::parts] for group in groups.values() for i in range(parts)]
+
+    def load(piece: list[Unit]) -> float:
+        return sum(unit.blank.heads * unit.blank.length**2 for unit in piece)
+
+    mine = {id(unit) for piece in team.share(pieces, load) for unit in piece}
+    return [unit for unit in pending if id(unit) in mine]
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None, team: Team, tell: Callable[[str], None]) -> Iterator[Store]:
+    """The file of rows in the leader, claimed and read; nothing in the others."""
+    store = Store(None, tell)
+    with contextlib.ExitStack() as held:
+
+        def open_it() -> None:
+            nonlocal store
+            if path is not None:
+                held.enter_context(claim(path))
+                store = Store(path, tell)
+
+        team.from_leader(open_it)
+        yield store
+
+
+def _teller(progress: Callable[[Progress], None] | None, team: Team) -> Callable[[Progress], None]:
+    if not team.leads:
+        return lambda p: None
+    return progress or (lambda p: warnings.warn(p.note, stacklevel=4) if p.note else None)
+
+
+def _several(x: T | Sequence[T], kind: type[T]) -> list[T]:
+    """One or several as a list, each once."""
+    if isinstance(x, kind):
+        return [x]
+    return list(dict.fromkeys(cast("Sequence[T]", x)))  # a name is a sequence of names too
 
 
 def _budgets(
@@ -185,200 +274,10 @@ def _budgets(
     return wanted if wanted is not None else grid(length)
 
 
-def _check_inputs(benches: list[_Bench]) -> None:
-    if not benches:
+def _check_inputs(inputs: Sequence[QKV]) -> None:
+    if not inputs:
         raise ValueError("sweep: there is no input to measure on.")
-    names = [(bench.x.name, bench.x.length) for bench in benches]
+    names = [(x.name, x.length) for x in inputs]
     for name, length in names:
         if names.count((name, length)) > 1:
             raise ValueError(f"two inputs are named {name!r}; rows could not tell them apart.")
-
-
-class _Bench:
-    """One input, and what every method on it is held against; each part is computed once."""
-
-    def __init__(self, x: QKV, dtype: torch.dtype, device: str, timing: bool) -> None:
-        self.stored = x.to(device=device)
-        self.x = self.stored.to(dtype)
-        self.dtype = dtype
-        self.device = device
-        self.timing = timing
-        self._uniform: dict[tuple[int, int], list[HeadError]] = {}
-
-    @cached_property
-    def digest(self) -> str:
-        x = self.stored
-        total = hashlib.sha256(repr((x.is_causal, x.scale)).encode())
-        for tensor in (x.q, x.k, x.v):
-            total.update(repr(tuple(tensor.shape)).encode())
-            total.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()[:12]
-
-    @cached_property
-    def reference(self) -> Reference:
-        return reference(self.stored)
-
-    @cached_property
-    def floor(self) -> list[HeadError]:
-        return noise_floor(self.reference, self.dtype)
-
-    @cached_property
-    def mean(self) -> list[HeadError]:
-        return mean_of_values(self.reference)
-
-    @cached_property
-    def exact(self) -> Callable[[], Tensor]:
-        fn = attend(Exact(), self.x)
-        return lambda: fn(self.x.q, self.x.k, self.x.v)
-
-    @cached_property
-    def exact_flops(self) -> int:
-        return count_flops(self.exact)
-
-    def uniform(self, units: int, seed: int) -> list[HeadError]:
-        if (units, seed) not in self._uniform:
-            self._uniform[units, seed] = uniform_keys(self.reference, units, seed)
-        return self._uniform[units, seed]
-
-    def release(self) -> None:
-        """Forget what was computed, which may be large."""
-        for name in ("reference", "floor", "mean", "exact", "exact_flops"):
-            self.__dict__.pop(name, None)
-        self._uniform.clear()
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """One unit of work: a method at a budget on an input, with one seed."""
-
-    bench: _Bench
-    method: Method
-    budget: int | None
-    seed: int
-
-    @cached_property
-    def blank(self) -> Row:
-        """The row without what is measured."""
-        info, bench, x = self.method.info, self.bench, self.bench.x
-        options = self.method.options()
-        if info.budget is not None:
-            options[info.budget] = self.budget
-        return Row(
-            method=info.name,
-            family=info.family,
-            options=json.loads(json.dumps(options)),
-            budget=self.budget,
-            budget_option=info.budget,
-            is_oracle=info.oracle,
-            approximates=info.approximates,
-            fitted=self.method.fitted,
-            random=info.random,
-            input=x.name,
-            tag=x.tag,
-            digest=bench.digest,
-            length=x.length,
-            is_causal=x.is_causal,
-            heads=x.q.shape[0] * x.q.shape[1],
-            seed=self.seed,
-            dtype=str(bench.dtype).removeprefix("torch."),
-            device=bench.device,
-            backend=resolve(),
-            machine=machine(bench.device),
-            numattn_version=numattn.__version__,
-            torch_version=torch.__version__,
-            python_version=platform.python_version(),
-        )
-
-    def run(self) -> list[Row]:
-        """The rows, one per head, or one that says why there are none."""
-        try:
-            return self._measure()
-        except Unsupported as error:
-            return [replace(self.blank, status="unsupported", reason=str(error))]
-        except Exception as error:  # a failing method must not end the sweep
-            reason = f"{type(error).__name__}: {error}"
-            return [replace(self.blank, status="failed", reason=reason)]
-
-    def _measure(self) -> list[Row]:
-        bench, x, info = self.bench, self.bench.x, self.method.info
-        method = self.method if self.budget is None else self.method.with_budget(self.budget)
-        units = method.cost(x.shape).units
-        fn = attend(method, x, seed=self.seed)
-        counted = _Counted(fn)
-        errors = head_errors(
-            counted,
-            bench.reference,
-            dtype=bench.dtype,
-            linear_in_value=info.linear_in_value,
-            with_weights=info.linear_in_value and x.length <= WEIGHTS_UP_TO,
-            max_columns=WEIGHTS_UP_TO,
-        )
-        row = replace(
-            self.blank,
-            units=units,
-            flops=counted.flops,
-            exact_flops=bench.exact_flops,
-            **self._times(lambda: fn(x.q, x.k, x.v)),
-        )
-        best = oracle(info.judge, units, bench.reference)
-        blocks = block_oracle(units, bench.reference) if info.judge == "sparse" else None
-        uniform = bench.uniform(units, self.seed)
-
-        def beside(name: str, bound: list[HeadError] | None, i: int) -> dict[str, Any]:
-            """Error of an oracle on head i, and the method's efficiency against it."""
-            if bound is None:
-                return {}
-            share = efficiency(errors[i], bound[i], info.judge, bench.floor[i])
-            return {f"{name}oracle_error": bound[i].output, f"{name}efficiency": share}
-
-        return [
-            replace(
-                row,
-                **_flat(error),
-                floor=bench.floor[i].output,
-                mean_baseline=bench.mean[i].output,
-                uniform_baseline=uniform[i].output,
-                **beside("", best, i),
-                **beside("block_", blocks, i),
-            )
-            for i, error in enumerate(errors)
-        ]
-
-    def _times(self, call: Callable[[], Tensor]) -> dict[str, Any]:
-        # Oracles are slow and not meant to be fast.
-        if not self.bench.timing or (self.method.info.oracle and self.method.info.budget):
-            return {}
-        t = compare(call, self.bench.exact, limit=LIMIT)
-        return {
-            "seconds": t.seconds,
-            "exact_seconds": t.baseline_seconds,
-            "cpu_seconds": t.cpu_seconds,
-            "exact_cpu_seconds": t.baseline_cpu_seconds,
-            "time_ratio": t.ratio,
-        }
-
-
-class _Counted:
-    """Attends, and counts the operations of the first call, the one on the values themselves."""
-
-    def __init__(self, fn: Attend) -> None:
-        self.fn = fn
-        self.flops: int | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.flops is not None:
-            return self.fn(query, key, value)
-        out: list[Tensor] = []
-        self.flops = count_flops(lambda: out.append(self.fn(query, key, value)))
-        return out[0]
-
-
-def _flat(error: HeadError) -> dict[str, Any]:
-    """The numbers of a HeadError under the names of `Row`."""
-    flat: dict[str, Any] = {}
-    for name, value in asdict(error).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}_{key}": number for key, number in value.items()}
-        elif name != "tv":
-            flat[name] = value
-    return flat

@@ -107,10 +107,25 @@ def test_it_fits_a_hundred_columns_and_says_what_needs_saying():
             assert f"\n{mark} " in text
         assert "this machine" in text
         assert "(f) methods" not in text  # none is fitted
-    plain = report.text(ROWS, details=True)
+    every = [*ROWS, replace(ROW, projected=0.2, mode="decode", bytes_read=1, exact_bytes_read=8)]
+    plain = report.text(every, details=True)
     assert max(map(len, plain.splitlines())) <= 100
     for name in report.COLUMNS:
         assert f"{name:>7}  " in plain
+
+
+def test_decoding_has_tables_of_its_own():
+    decoded = [
+        replace(ROW, mode="decode", output=0.6, bytes_read=1, exact_bytes_read=8, input=name)
+        for name in ("first", "second")
+    ]
+    text = report.text([*ROWS, *decoded], details=True)
+    assert "first, 64 tokens, causal, float32: diffuse" in text
+    assert "first, 64 tokens, causal, float32, decoding: diffuse" in text
+    whole, _, summary = text.partition("Summary over 2 inputs, decoding,")
+    assert line(summary, "fake", "16")[2] == "0.600"
+    assert "0.125" in line(summary, "fake", "16")
+    assert line(whole.partition("Summary over 2 inputs (")[2], "fake", "16")[2] == "0.350"
 
 
 def test_the_uniform_baseline_is_shown_at_units_that_are_no_budgets():

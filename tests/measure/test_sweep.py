@@ -10,7 +10,8 @@ import torch
 from fakes import Fake, FakeFailing, FakeRandom, FakeRefusing, FakeTrained
 
 import numattn
-from numattn.measure import read_rows, sweep, synthetic
+from numattn.measure import read_rows, reference, sweep, synthetic, uniform_keys
+from numattn.measure.bench import Truth
 from numattn.measure.rows import RowsError
 from numattn.measure.sweep import grid, select
 
@@ -131,10 +132,38 @@ def test_bad_requests():
         run([Fake], inputs=[X, X])
     with pytest.raises(ValueError, match="seeds must be positive"):
         run([Fake], seeds=0)
+    with pytest.raises(ValueError, match="mode must be one of 'prefill', 'decode'; got 'encode'"):
+        run([Fake], mode="encode")
+
+
+def test_types_and_devices_are_told_apart_and_share_a_reference(monkeypatch):
+    module = sys.modules["numattn.measure.references"]
+    make, made = module.reference, []
+    monkeypatch.setattr(module, "reference", lambda x: made.append(x.name) or make(x))
+    kinds = [torch.float64, torch.float32, torch.bfloat16]
+    rows, watcher = run([numattn.Exact], inputs=[X, Y], dtype=kinds, device=["cpu", "cpu"])
+    assert made == ["gaussian", "sink"]
+    assert len(watcher.ran) == 2 * 3
+    assert len({row.unit for row in rows}) == 2 * 3
+    names = ["float64", "float32", "bfloat16"]
+    for x in (X, Y):
+        floors = {r.dtype: r.floor for r in rows if r.input == x.name and r.head == 0}
+        assert list(floors) == names
+        assert floors["float64"] < 1e-14 < floors["float32"] < 1e-5 < floors["bfloat16"] < 0.1
+
+
+@pytest.mark.parametrize("units", [1, 3, 15, 16, 40])
+@pytest.mark.parametrize("x", [X, Y, replace(Y, k=Y.k[:, :1], v=Y.v[:, :1])], ids="xyg")
+def test_the_uniform_baseline_is_that_of_the_baselines(x, units):
+    truth = Truth(x, "cpu", None, None, print)
+    want = uniform_keys(reference(x), units, seed=3)
+    found = truth.uniform(units, 3)
+    for a, b in zip(found, want, strict=True):
+        assert a.output == pytest.approx(b.output, rel=1e-9, abs=1e-12)
 
 
 def test_references_do_not_pile_up(monkeypatch):
-    module = sys.modules["numattn.measure.sweep"]
+    module = sys.modules["numattn.measure.references"]
     make, made, alive = module.reference, [], []
 
     def watch(x):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from numattn import Unsupported, exact_attention
+from numattn.core import kronecker as nearest
 from numattn.core.cost import count_flops
 from numattn.engines.softmax import ROWS
 from numattn.measure import load
@@ -397,7 +398,7 @@ def test_apply_is_the_product_with_the_dense_sum():
 def test_iteration_finds_what_the_whole_decomposition_does(monkeypatch):
     a = normal(6 * 7, 6 * 7, seed=11)
     want = nearest_kronecker(a, (6, 7), (6, 7), rank=3)
-    monkeypatch.setattr(kronecker, "_WIDEST", 4)
+    monkeypatch.setattr(nearest, "_WIDEST", 4)
     monkeypatch.setattr(torch.linalg, "svd", None)  # not to be called
     got = nearest_kronecker(a, (6, 7), (6, 7), rank=3)
     torch.testing.assert_close(got.singular_values, want.singular_values[:3], rtol=1e-9, atol=0)
