@@ -46,7 +46,6 @@ class Truth:
         cache: Path | str | None,
         tell: Callable[[str], None],
     ) -> None:
-        x = x.to(device=device)
         self.device = device
         self.always = calibrate is not None
         measured, sample = _parts(x, calibrate)

@@ -56,7 +56,7 @@ def test_two_processes_of_torchrun_leave_the_rows_of_one(tmp_path, capsys):
     )
     assert done.returncode == 0, done.stderr
     assert lines(one) == lines(two)
-    assert done.stdout.count("Summary over") == alone.count("Summary over") == 1
+    assert done.stdout.count("Summary over") == alone.count("Summary over") > 0
     assert done.stdout.count("Written:") == 1  # only the leader reports
     assert done.stderr.count(" (0 of ") == 1
 
