@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ from torch import Generator, Tensor
 from numattn.core.cost import count_flops
 from numattn.core.inputs import compute_dtype
 from numattn.core.method import Method
-from numattn.engines.tiles import spans
 from numattn.exact import Exact
-from numattn.measure.baselines import mean_of_values
+from numattn.measure.baselines import mean_of_values, uniform_keys
 from numattn.measure.errors import HeadError, Reference, attend, head_errors, noise_floor
 from numattn.measure.inputs import QKV, calibration, load
 from numattn.measure.references import digest, kept_reference
-
-_BLOCK = 1 << 21  # logits at a time
 
 STEPS = 64  # the most tokens that are decoded one by one
 
@@ -71,10 +68,9 @@ class Truth:
         return mean_of_values(self.reference)
 
     def uniform(self, units: int, seed: int) -> list[HeadError]:
-        """Of keys drawn blindly: as `uniform_keys`, but without forming N x N weights."""
+        """Of keys drawn blindly, in the output."""
         if (units, seed) not in self._uniform:
-            fn = partial(_uniform, units=units, seed=seed, x=self.reference.x)
-            found = head_errors(fn, self.reference, dtype=torch.float64, with_weights=False)
+            found = uniform_keys(self.reference, units, seed, with_weights=False)
             self._uniform[units, seed] = found
         return self._uniform[units, seed]
 
@@ -193,31 +189,6 @@ def fit(method: Method, sample: QKV, dtype: torch.dtype, seed: int) -> dict[str,
     call = {n: value for n, value in y.call(method).items() if n != "is_causal"}
     source = Generator().manual_seed(seed) if method.info.random else None
     return method.fit(y.q, y.k, y.v, **call, generator=source)
-
-
-def _uniform(q: Tensor, k: Tensor, v: Tensor, *, units: int, seed: int, x: QKV) -> Tensor:
-    """Attention to keys drawn as in `numattn.measure.baselines.uniform_keys`."""
-    length = x.length
-    source = Generator().manual_seed(seed)
-    order = torch.rand(*k.shape[:3], generator=source).argsort(-1)
-    number = min(units, length)
-    drawn = (order < number).nonzero()[:, 2].view(*k.shape[:2], number).to(k.device)
-    keys, values = (
-        t.gather(2, drawn[..., None].expand(-1, -1, -1, t.shape[3])).repeat_interleave(x.group, 1)
-        for t in (k, v)
-    )
-    drawn = drawn.repeat_interleave(x.group, 1)[:, :, None]  # (B, H, 1, units)
-    own = v.repeat_interleave(x.group, 1)
-    position = torch.arange(length, device=k.device)[:, None]
-    outs = []
-    for first, last in spans(length, max(_BLOCK // (q.shape[0] * q.shape[1] * number), 1)):
-        logits = x.scale * q[:, :, first:last] @ keys.mT
-        if x.is_causal:
-            logits = logits.masked_fill(drawn > position[first:last], -torch.inf)
-        out = logits.softmax(-1) @ values
-        alone = logits.isneginf().all(-1, keepdim=True)  # no drawn key is in sight
-        outs.append(torch.where(alone, own[:, :, first:last], out))
-    return torch.cat(outs, 2)
 
 
 def _parts(x: QKV, calibrate: QKV | str | None) -> tuple[QKV, QKV | None]:

@@ -25,7 +25,8 @@ WIDTH = 100
 Value: TypeAlias = Callable[[Row], "float | None"]
 
 COLUMNS = {
-    "method": "what ran; (o) marks an oracle, (t) another target than softmax, (f) fitted tensors",
+    "method": "what ran; (o) marks an oracle, (t) another target than softmax, (f) fitted and "
+    "(c) calibrated tensors",
     "budget": "value of the option that trades cost for accuracy (`numattn show METHOD` names it)",
     "error": "norm(out - exact) / norm(exact) over a head; median over heads and seeds",
     "worst": "the same for the worst head and seed",
@@ -48,8 +49,10 @@ NOTES = (
     "(t) methods with another target do not try to equal softmax; their error against it is shown "
     "for information, and is no defect.",
     "(f) methods had their tensors fitted on the very input they are measured on, which flatters "
-    "them. Fitting is part of their time on bidirectional inputs, but not on causal ones, where "
-    "the tensors have to come from elsewhere.",
+    "them. Fitting is part of their time where a call does it: in bidirectional prefill without "
+    "calibration.",
+    "(c) methods had their tensors calibrated on another input with the same heads, which "
+    "`calibrated_on` in the rows names. Calibration is in no time.",
     "'mean of values' ignores the keys; 'uniform keys' attends to that many keys drawn blindly. "
     "A method that does not beat them has found nothing. The floor is exact attention in this "
     "dtype against float64; nothing can be expected below it.",
@@ -133,7 +136,8 @@ def notes_for(rows: Sequence[Row]) -> list[str]:
         "Times": any(row.time_ratio is not None for row in rows),
         "(o)": any(row.is_oracle for row in rows),
         "(t)": any(row.approximates == "own" for row in rows),
-        "(f)": any(row.fitted for row in rows),
+        "(f)": any(row.fitted and not row.calibrated_on for row in rows),
+        "(c)": any(row.calibrated_on for row in rows),
         "'mean": any(row.status == "ok" for row in rows),
     }
     return [note for note in NOTES if calls[note.split()[0]]]
@@ -143,9 +147,7 @@ def input_table(rows: Sequence[Row]) -> Table:
     """One input: a line per method and budget, then the baselines and the floor."""
     first = rows[0]
     kind = "causal" if first.is_causal else "bidirectional"
-    title = f"{first.input}, {first.length} tokens, {kind}, {first.dtype}"
-    title += ", decoding" if first.mode == "decode" else ""
-    title += "" if first.device == "cpu" else f", {first.device}"
+    title = f"{first.input}, {first.length} tokens, {kind}, {_where(first)}"
     title += f": {first.tag}" if first.tag else ""
     body, ruled = _lines(rows)
     good = [row for row in rows if row.status == "ok"]
@@ -155,8 +157,8 @@ def input_table(rows: Sequence[Row]) -> Table:
     return _table(title, tuple(COLUMNS), body, ruled, rows)
 
 
-def summary_table(rows: Sequence[Row]) -> Table:
-    """Inputs in one mode: medians over inputs of what their tables show, and the worst head."""
+def summary_table(rows: Sequence[Row], where: str = "") -> Table:
+    """Inputs in one mode and type: medians of what their tables show, and the worst head."""
     names = {row.setting for row in rows}
     body, ruled = _lines(rows)
     counted = [
@@ -167,7 +169,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
     if good:
         ruled.append(len(counted))
         counted.extend((*line, str(len({r.setting for r in good}))) for line in _baselines(good))
-    what = ", decoding," if rows[0].mode == "decode" else ""
+    what = f", {where}" if where else ""
     title = f"Summary over {len(names)} inputs{what} (medians over inputs, heads and seeds)"
     return _table(title, (*COLUMNS, "inputs"), counted, ruled, rows)
 
@@ -215,7 +217,12 @@ def by_method(rows: Sequence[Row]) -> list[list[Row]]:
 
 def label(row: Row) -> str:
     """The method's name with the marks that the notes explain."""
-    marks = (("o", row.is_oracle), ("t", row.approximates == "own"), ("f", row.fitted))
+    marks = (
+        ("o", row.is_oracle),
+        ("t", row.approximates == "own"),
+        ("f", row.fitted and not row.calibrated_on),
+        ("c", bool(row.calibrated_on)),
+    )
     shown = "".join(mark for mark, holds in marks if holds)
     return f"{row.method} ({shown})" if shown else row.method
 
@@ -234,9 +241,23 @@ def _table(
 
 
 def _summaries(rows: Sequence[Row]) -> list[Table]:
-    """One for each mode that several inputs were measured in."""
-    modes = [[row for row in rows if row.mode == mode] for mode in ("prefill", "decode")]
-    return [summary_table(part) for part in modes if len({row.setting for row in part}) > 1]
+    """One for each mode, type and place that several inputs were measured in."""
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault((row.mode, row.dtype, row.device, row.backend), []).append(row)
+    several = [part for part in parts.values() if len({row.setting for row in part}) > 1]
+    return [summary_table(part, _where(part[0]) if len(parts) > 1 else "") for part in several]
+
+
+def _where(row: Row) -> str:
+    """Type, device and mode, for a title."""
+    return ", ".join(
+        [
+            row.dtype,
+            *([] if row.device == "cpu" else [row.device]),
+            *(["decoding"] if row.mode == "decode" else []),
+        ]
+    )
 
 
 def _by_setting(rows: Sequence[Row]) -> list[list[Row]]:
@@ -283,7 +304,9 @@ def _baselines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, str, Sequence[Row], Value]]
     lines = [("mean of values", "", rows, lambda r: r.mean_baseline)]
     for units in blind_units(rows):
-        drawn = [row for row in rows if row.units == units]
+        drawn = [row for row in rows if row.units == units and row.uniform_baseline is not None]
+        if not drawn:  # decoding has none
+            continue
         lines.append(("uniform keys", str(units), drawn, lambda r: r.uniform_baseline))
     lines.append((f"{rows[0].dtype} floor", "", rows, lambda r: r.floor))
     body = []

@@ -24,7 +24,7 @@ from numattn.measure.bench import Bench, Truth
 from numattn.measure.inputs import QKV, load
 from numattn.measure.ranks import Team
 from numattn.measure.rows import Row, Store, claim
-from numattn.measure.unit import MODES, Unit
+from numattn.measure.unit import MODES, WEIGHTS_UP_TO, Unit
 
 T = TypeVar("T")
 
@@ -227,11 +227,18 @@ def _shares(pending: Sequence[Unit], team: Team) -> list[Unit]:
     parts = -(-team.size // max(len(groups), 1))
     pieces = [group[i::parts] for group in groups.values() for i in range(parts)]
 
-    def load(piece: list[Unit]) -> float:
-        return sum(unit.blank.heads * unit.blank.length**2 for unit in piece)
-
-    mine = {id(unit) for piece in team.share(pieces, load) for unit in piece}
+    mine = {id(unit) for piece in team.share(pieces, _load) for unit in piece}
     return [unit for unit in pending if id(unit) in mine]
+
+
+def _load(piece: Sequence[Unit]) -> float:
+    """About what it takes: N^2 a head, and N / 1000 times as much again for its weights."""
+    total = 0.0
+    for unit in piece:
+        length = unit.blank.length
+        weights = length / 1000 if length <= WEIGHTS_UP_TO else 0.0
+        total += unit.blank.heads * length**2 * (1 + weights)
+    return total
 
 
 @contextlib.contextmanager

@@ -122,10 +122,10 @@ def test_decoding_has_tables_of_its_own():
     text = report.text([*ROWS, *decoded], details=True)
     assert "first, 64 tokens, causal, float32: diffuse" in text
     assert "first, 64 tokens, causal, float32, decoding: diffuse" in text
-    whole, _, summary = text.partition("Summary over 2 inputs, decoding,")
+    whole, _, summary = text.partition("Summary over 2 inputs, float32, decoding")
     assert line(summary, "fake", "16")[2] == "0.600"
     assert "0.125" in line(summary, "fake", "16")
-    assert line(whole.partition("Summary over 2 inputs (")[2], "fake", "16")[2] == "0.350"
+    assert line(whole.partition("Summary over 2 inputs, float32 (")[2], "fake", "16")[2] == "0.350"
 
 
 def test_the_uniform_baseline_is_shown_at_units_that_are_no_budgets():
