@@ -28,7 +28,10 @@ Json: TypeAlias = Any
 
 _DIGITS = 6  # significant digits of a number in the page
 
-_FURTHER = {"inputs": "inputs that the line is a median over"}
+_FURTHER = {
+    "over.": "budget over the least one at which the family's best answer is as near; 1 is best",
+    "inputs": "inputs that the line is a median over",
+}
 
 # What the page's script reads of a row, by the script's name for it.
 _NUMBERS: dict[str, Callable[[Row], float | None]] = {
@@ -36,6 +39,7 @@ _NUMBERS: dict[str, Callable[[Row], float | None]] = {
     "tv_median": lambda r: r.tv_median,
     "tv_p95": lambda r: r.tv_p95,
     "efficiency": lambda r: r.efficiency,
+    "overhead": lambda r: r.overhead,
     "block_efficiency": lambda r: r.block_efficiency,
     "projected": lambda r: r.projected,
     "relative_flops": lambda r: r.relative_flops,

@@ -56,6 +56,8 @@ class Row:
         uniform_baseline: Output error of attention to `units` keys drawn uniformly.
         oracle_error: Output error of the family's oracle at `units`.
         efficiency: How near the oracle the method comes; see `numattn.measure.oracle`.
+        overhead: `units` over the least ones at which the oracle comes as near; see
+            `numattn.measure.budget_overhead`.
         block_oracle_error, block_efficiency: The same for the heaviest blocks of keys, in the
             sparse family.
         flops, exact_flops: Operations of the matrix products of one call, over all heads.
@@ -111,6 +113,7 @@ class Row:
     uniform_baseline: float | None = None
     oracle_error: float | None = None
     efficiency: float | None = None
+    overhead: float | None = None
     block_oracle_error: float | None = None
     block_efficiency: float | None = None
     flops: int | None = None

@@ -20,7 +20,7 @@ from numattn.core.method import Method
 from numattn.engines import resolve
 from numattn.measure.bench import Bench, Decoder, fit
 from numattn.measure.errors import Attend, HeadError, attend, head_errors
-from numattn.measure.oracle import block_oracle, efficiency, oracle
+from numattn.measure.oracle import block_oracle, budget_overhead, efficiency, oracle
 from numattn.measure.rows import Row
 from numattn.measure.timing import LIMIT, compare
 
@@ -150,11 +150,19 @@ class Unit:
                 floor=bench.floor[i].output,
                 mean_baseline=truth.mean[i].output,
                 uniform_baseline=uniform[i].output,
+                overhead=self._overhead(error, units, bench.floor[i]),
                 **beside("", best, i),
                 **beside("block_", blocks, i),
             )
             for i, error in enumerate(errors)
         ]
+
+    def _overhead(self, error: HeadError, units: int, floor: HeadError) -> float | None:
+        """Against the oracle, where weights were measured."""
+        if error.weights is None:
+            return None
+        family = self.record.info.judge
+        return budget_overhead(error, family, units, self.bench.truth.reference, floor)
 
     def _decode(self) -> list[Row]:
         bench, truth, x, info = self.bench, self.bench.truth, self.bench.x, self.record.info

@@ -10,7 +10,17 @@ import torch
 from fakes import Fake, FakeFailing, FakeRandom, FakeRefusing, FakeTrained
 
 import numattn
-from numattn.measure import read_rows, reference, sweep, synthetic, uniform_keys
+from numattn.measure import (
+    attend,
+    budget_overhead,
+    head_errors,
+    noise_floor,
+    read_rows,
+    reference,
+    sweep,
+    synthetic,
+    uniform_keys,
+)
 from numattn.measure.bench import Truth
 from numattn.measure.rows import RowsError
 from numattn.measure.sweep import grid, select
@@ -121,6 +131,17 @@ def test_oracles_are_not_timed_and_not_measured_again_for_it(tmp_path):
     assert watcher.ran == []
     exact, _ = run(["exact"], timing=True)
     assert all(row.seconds is not None for row in exact)
+
+
+def test_the_budget_that_the_oracle_needs_is_beside():
+    x = synthetic("clustered", 96, heads=2)
+    rows, _ = run(["window"], budgets=[16], inputs=[x])
+    ref, method = reference(x), numattn.get("window", window=16)
+    units = method.cost(x.shape).units
+    floors = noise_floor(ref, torch.float32)
+    for row, error in zip(rows, head_errors(attend(method, x), ref), strict=True):
+        assert row.overhead == budget_overhead(error, "sparse", units, ref, floors[row.head])
+        assert row.overhead > 1  # keys near in position are not those of the cluster
 
 
 def test_bad_requests():

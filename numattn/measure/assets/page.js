@@ -55,6 +55,7 @@
     ["TV", (at) => middle(at, "tv_median")],
     ["TV95", (at) => middle(at, "tv_p95")],
     ["eff.", (at) => middle(at, "efficiency")],
+    ["over.", (at) => middle(at, "overhead")],
     ["b.eff.", (at) => middle(at, "block_efficiency")],
     ["FLOPs", (at) => middle(at, "relative_flops")],
     ["time", (at) => middle(at, "time_ratio")],
