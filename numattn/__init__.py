@@ -37,7 +37,7 @@ from numattn.engines import why_not as why_not
 from numattn.exact import Exact as Exact
 from numattn.exact import exact_attention as exact_attention
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 
 def __getattr__(name: str) -> ModuleType:
