@@ -97,7 +97,8 @@ def _arguments(add: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="B",
-        help="values of each method's budget option (default: 16 64 256 ..., up to half of N)",
+        help="values of each method's budget option (default: 16 64 256 1024 up to "
+        "half of N, without those that cost 20 times as much as exact attention)",
     )
     add.add_argument(
         "--input",

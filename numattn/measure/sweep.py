@@ -17,9 +17,11 @@ from typing import TypeVar, cast
 
 import torch
 
-from numattn.core.inputs import one_of
+from numattn.core.cost import Shape
+from numattn.core.inputs import Unsupported, one_of
 from numattn.core.method import Method
 from numattn.core.registry import get, methods
+from numattn.exact import Exact
 from numattn.measure.bench import Bench, Truth
 from numattn.measure.inputs import QKV, load
 from numattn.measure.ranks import Team
@@ -29,6 +31,7 @@ from numattn.measure.unit import MODES, WEIGHTS_UP_TO, Unit
 T = TypeVar("T")
 
 GRID = (16, 64, 256, 1024)  # default budgets; those up to half the length are used
+DEAREST = 20  # times the operations of exact attention, beyond which a budget is none of them
 
 ROUND = 10.0  # seconds after which processes that share the work exchange rows
 
@@ -71,9 +74,25 @@ def _record(m: str | Method | type[Method]) -> Method:
     return m if isinstance(m, Method) else m()
 
 
-def grid(length: int) -> list[int]:
-    """The default budgets for an input of this length."""
-    return [b for b in GRID if b <= length / 2] or [max(1, length // 4)]
+def grid(record: Method, shape: Shape) -> list[int]:
+    """The default budgets of a method for calls of this shape.
+
+    Those up to half the length, and of them, but for oracles, those at which the method needs no
+    more than 20 times as many operations as exact attention; the smallest in any case.
+    """
+    budgets = [b for b in GRID if b <= shape.keys / 2] or [max(1, shape.keys // 4)]
+    if record.info.oracle:
+        return budgets
+    most = DEAREST * Exact().cost(shape).flops
+    return [b for b in budgets if b == budgets[0] or _flops(record, b, shape) <= most]
+
+
+def _flops(record: Method, budget: int, shape: Shape) -> float:
+    """Operations at a budget; 0 where the method does not say."""
+    try:
+        return record.with_budget(budget).cost(shape).flops
+    except (Unsupported, ValueError):  # which the run will say
+        return 0.0
 
 
 def sweep(
@@ -100,8 +119,8 @@ def sweep(
 
     Args:
         wanted: "all" (the registered methods that need no training), or names, records, classes.
-        budgets: The same for every method that has one; `grid` of the input's length when None,
-            but a record that is passed with its options runs with those.
+        budgets: The same for every method that has one; its own `grid` when None, but a record that
+            is passed with its options runs with those.
         inputs: QKVs, or names and paths for `numattn.measure.inputs.load`.
         seeds: How many draws of a random method.
         out: File of rows, extended; work that it holds is not done again unless it failed, the
@@ -168,7 +187,7 @@ def sweep(
             Bench(truth, kind) for truth in places for kind in _several(dtype, torch.dtype)
         )
         for record in records
-        for budget in _budgets(record, budgets, bench.x.length, id(record) in given)
+        for budget in _budgets(record, budgets, bench.x.shape, id(record) in given)
         for name in modes
         for seed in range(seeds if record.info.random else 1)
         for unit in [Unit(bench, record, budget, seed, name, timing)]
@@ -271,14 +290,14 @@ def _several(x: T | Sequence[T], kind: type[T]) -> list[T]:
 
 
 def _budgets(
-    record: Method, wanted: Sequence[int] | None, length: int, as_given: bool
+    record: Method, wanted: Sequence[int] | None, shape: Shape, as_given: bool
 ) -> Sequence[int | None]:
     option = record.info.budget
     if option is None:
         return [None]
     if wanted is None and as_given:
         return [getattr(record, option)]
-    return wanted if wanted is not None else grid(length)
+    return wanted if wanted is not None else grid(record, shape)
 
 
 def _check_inputs(inputs: Sequence[QKV]) -> None:

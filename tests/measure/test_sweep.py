@@ -10,6 +10,7 @@ import torch
 from fakes import Fake, FakeFailing, FakeRandom, FakeRefusing, FakeTrained
 
 import numattn
+from numattn.core.cost import Shape
 from numattn.measure import (
     attend,
     budget_overhead,
@@ -27,6 +28,10 @@ from numattn.measure.sweep import grid, select
 
 X = synthetic("gaussian", 16, heads=2, head_dim=8)
 Y = replace(synthetic("sink", 16, heads=2, head_dim=8), is_causal=True)
+
+
+def shape(length):
+    return Shape(1, 2, 1, length, length, 64, 64, True, 4)
 
 
 class Watcher:
@@ -80,12 +85,9 @@ def test_random_methods_run_per_seed_and_others_once():
 
 
 def test_default_budgets_and_a_record_s_own():
-    assert grid(1024) == [16, 64, 256]
-    assert grid(32) == [16]
-    assert grid(9) == [2]
-    assert grid(1) == [1]
+    assert [grid(Fake(), shape(n)) for n in (1024, 32, 9, 1)] == [[16, 64, 256], [16], [2], [1]]
     rows, _ = run([Fake], budgets=None)
-    assert {r.budget for r in rows} == set(grid(16))
+    assert {r.budget for r in rows} == set(grid(Fake(), shape(16)))
     rows, _ = run([Fake(parts=3)], budgets=None)
     assert {r.budget for r in rows} == {3}
     rows, _ = run([numattn.Exact])
@@ -101,6 +103,21 @@ def test_unsupported_and_failing_methods_leave_a_row_and_the_sweep_goes_on():
         assert failed.status == "failed"
         assert failed.reason == "RuntimeError: the roof is on fire"
         assert [r.status for r in good] == ["ok", "ok"]
+
+
+def test_default_budgets_are_not_dearer_than_twenty_times_exact_attention():
+    for record in numattn.methods():
+        if record.info.budget is None:
+            continue
+        for n in (512, 4096):
+            found = grid(record(), shape(n))
+            more = set(grid(Fake(), shape(n))) - set(found)
+            exact = numattn.Exact().cost(shape(n)).flops
+            cost = {b: record().with_budget(b).cost(shape(n)).flops / exact for b in more}
+            assert all(x > 20 for x in cost.values())
+            assert not (more and record.info.oracle)
+    polysketch = numattn.get("polysketch")  # r^2 features
+    assert max(grid(polysketch, shape(4096))) < 1024 == max(grid(Fake(), shape(4096)))
 
 
 def test_all_leaves_out_what_needs_training(monkeypatch):
