@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from commands import run
 from safetensors.torch import save_file
 
 import numattn
@@ -13,16 +14,6 @@ from numattn.measure import read_rows
 from numattn.measure.rows import claim
 
 BUDGETED = next(m.info.name for m in numattn.methods() if m.info.budget)
-
-
-def run(capsys, *argv):
-    """Status, standard output, standard error; a traceback would fail the test."""
-    try:
-        status = main(argv)
-    except SystemExit as stop:  # argparse
-        status = stop.code
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 @pytest.fixture

@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from commands import run
 from safetensors.torch import save_file
 
-from numattn.cli import main
 from numattn.measure import bundled, diagnose, load
 from numattn.measure.diagnose import COLUMNS
-
-
-def run(capsys, *argv):
-    """Status, standard output, standard error; a traceback would fail the test."""
-    try:
-        status = main(argv)
-    except SystemExit as stop:  # argparse
-        status = stop.code
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_a_line_for_each_head_and_a_legend(capsys):

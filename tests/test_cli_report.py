@@ -1,51 +1,16 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
-
-from numattn.cli import main
+from commands import run
+from samples import ROW
 
 pytest.importorskip("plotly", reason="the page needs plotly")
 
 
-def run(capsys, *argv):
-    status = main([str(part) for part in argv])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
 @pytest.fixture
 def folder(tmp_path):
-    from numattn.measure.rows import Row
-
-    row = Row(
-        method="window",
-        family="sparse",
-        options={"window": 16},
-        budget=16,
-        budget_option="window",
-        units=16,
-        is_oracle=False,
-        approximates="softmax",
-        fitted=False,
-        random=False,
-        input="an input",
-        tag="",
-        digest="0",
-        length=64,
-        is_causal=True,
-        heads=1,
-        head=0,
-        seed=0,
-        dtype="float32",
-        device="cpu",
-        backend="torch",
-        output=0.1,
-        machine="machine",
-        numattn_version="0",
-        torch_version="1",
-        python_version="2",
-    )
+    row = replace(ROW, input="an input")
     (tmp_path / "rows.jsonl").write_text(json.dumps(asdict(row)) + "\n", encoding="utf-8")
     return tmp_path
 

@@ -11,13 +11,8 @@ from numattn.measure import InputError, load_layer, reference
 SETTINGS = {"num_heads": "2", "kv_heads": "1", "head_dim": "4", "rope_base": "1e4", "scale": "0.5"}
 
 
-def tensors():
-    shapes = {"x": (3, 6), "wq": (8, 6), "wk": (4, 6), "wv": (4, 6), "wo": (6, 8)}
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
-
-
-def test_the_weights_of_the_bundled_layer_are_those_of_a_layer():
-    sample = load_layer()
+def layer_of(sample):
+    """The layer that the sample was taken from."""
     layer = GroupedQueryAttention(
         sample.embed_dim,
         sample.num_heads,
@@ -27,6 +22,17 @@ def test_the_weights_of_the_bundled_layer_are_those_of_a_layer():
         scale=sample.scale,
     )
     layer.load_state_dict(sample.weights)
+    return layer
+
+
+def tensors():
+    shapes = {"x": (3, 6), "wq": (8, 6), "wk": (4, 6), "wv": (4, 6), "wo": (6, 8)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_the_weights_of_the_bundled_layer_are_those_of_a_layer():
+    sample = load_layer()
+    layer = layer_of(sample)
     with torch.no_grad():
         out = layer(sample.hidden)
     assert out.shape == sample.hidden.shape
@@ -65,15 +71,7 @@ def test_files_that_cannot_be_used(tmp_path):
 
 def test_its_heads_and_their_projection_are_the_output_of_the_layer():
     sample = load_layer()
-    layer = GroupedQueryAttention(
-        sample.embed_dim,
-        sample.num_heads,
-        kv_heads=sample.kv_heads,
-        head_dim=sample.head_dim,
-        rotary=Rotary(sample.head_dim, base=sample.rope_base),
-        scale=sample.scale,
-    )
-    layer.load_state_dict(sample.weights)
+    layer = layer_of(sample)
     x = sample.qkv()
     projected = reference(x).out.transpose(1, 2).flatten(2) @ x.wo.double().mT
     with torch.no_grad():

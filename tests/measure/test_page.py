@@ -12,37 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from samples import ROW
 
 from numattn.measure import page, pictures, report
-from numattn.measure.rows import Row
 
 pytest.importorskip("plotly", reason="the page needs plotly")
 
-BASE = Row(
+BASE = replace(
+    ROW,
     method="exact",
     family="exact",
     options={},
     budget=None,
     budget_option=None,
-    is_oracle=False,
-    approximates="softmax",
-    fitted=False,
-    random=False,
-    input="first",
+    units=None,
     tag="causal, diffuse",
-    digest="0",
-    length=64,
-    is_causal=True,
     heads=2,
-    head=0,
-    seed=0,
-    dtype="float32",
-    device="cpu",
-    backend="torch",
-    machine="machine",
-    numattn_version="0",
-    torch_version="1",
-    python_version="2",
+    output=None,
 )
 INPUTS = [
     {"input": "first"},

@@ -4,34 +4,14 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from samples import ROW
 
 from numattn.measure import plots, report
 from numattn.measure.plots import plot
 from numattn.measure.rows import Row
 
-ROW = Row(
-    method="fake",
-    family="sparse",
-    options={"parts": 16, "kind": "a|b"},
-    budget=16,
-    budget_option="parts",
-    units=16,
-    is_oracle=False,
-    approximates="softmax",
-    fitted=False,
-    random=False,
-    input="first",
-    tag="diffuse",
-    digest="0",
-    length=64,
-    is_causal=True,
-    heads=1,
-    head=0,
-    seed=0,
-    dtype="float32",
-    device="cpu",
-    backend="torch",
-    output=0.1,
+ROW = replace(
+    ROW,
     tv_median=0.01,
     tv_p95=0.02,
     floor=1e-7,
@@ -42,10 +22,6 @@ ROW = Row(
     flops=50,
     exact_flops=100,
     time_ratio=0.75,
-    machine="machine",
-    numattn_version="0",
-    torch_version="1",
-    python_version="2",
 )
 
 
