@@ -241,7 +241,8 @@ def _wide(q: Factors, k: Factors, v: Factors) -> int:
     """Tokens of a tile, whose logits for every rank are the largest tensor; tiles are alike."""
     elements = q.batch * q.num_heads * q.length * max(k.rank, v.rank)
     most = max(tile_elements(q.b.device) // max(2 * elements, 1), 64)
-    return -(-k.length // -(-k.length // most))
+    tiles = max(-(-k.length // most), 1)
+    return max(-(-k.length // tiles), 1)
 
 
 _LAYOUT = "bnmrsthde"  # sequences, tokens, ranks, heads, features

@@ -92,6 +92,16 @@ def test_tiles_of_rows_and_of_tokens_merge(rows, monkeypatch):
     agree(q, k, v, rows, 300, is_causal=True, first=300 - rows)
 
 
+def test_without_keys_there_is_nothing():
+    q = factors("both", 2, 3)
+    k, v = factors("both", 2, 0, seed=1), factors("both", 2, 0, width=5, seed=2)
+    out, lse = factored_attention(q, k, v, scale=SCALE)
+    assert out.shape == (2, 4, 3, 5)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert factored_flops(q, k, v) == 0
+
+
 def test_padding_and_a_row_without_keys():
     q, k, v = factors("both", 2, 4), factors("both", 2, 9, seed=1), factors("both", 2, 9, seed=2)
     bias = torch.zeros(2, 1, 9, dtype=F64)
