@@ -35,6 +35,7 @@ from torch import Tensor
 from numattn.core.inputs import compute_dtype, positive
 from numattn.core.linalg import group_means, kmeans, take
 from numattn.kernel.performer import Performer, expected_error
+from numattn.measure.errors import exact_logits
 from numattn.measure.inputs import QKV
 from numattn.measure.report import Table, number, plain
 
@@ -364,7 +365,7 @@ def sampled_rows(x: QKV, max_tokens: int) -> Tensor:
     return torch.arange(count, device=x.q.device) * length // count
 
 
-def exact_rows(
+def rows_of_head(
     x: QKV, batch: int, head: int, rows: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Rows of one head by the definition, in float64 and in blocks.
@@ -372,12 +373,9 @@ def exact_rows(
     Yields:
         Positions (n,), logits (n, N), -inf where a query may not attend, and weights (n, N).
     """
-    k = x.k[batch, head // x.group].double()
-    later = torch.arange(x.length, device=k.device)
+    one = x.single(batch, head).to(torch.float64)
     for block in rows.split(max(_BLOCK // x.length, 1)):
-        logits = x.q[batch, head, block].double() @ k.mT * x.scale
-        if x.is_causal:
-            logits.masked_fill_(later > block[:, None], -torch.inf)
+        logits = exact_logits(one, block)[0, 0]
         yield block, logits, logits.softmax(-1)
 
 
@@ -404,7 +402,7 @@ def _weights_of(x: QKV, batch: int, head: int, max_tokens: int) -> dict[str, Any
     rows = sampled_rows(x, max_tokens)
     parts = [
         (weights, _of_rows(x, block, logits, weights))
-        for block, logits, weights in exact_rows(x, batch, head, rows)
+        for block, logits, weights in rows_of_head(x, batch, head, rows)
     ]
     weights = torch.cat([part for part, _ in parts])  # (n, N)
     of_rows = {name: torch.cat([part[name] for _, part in parts]) for name in parts[0][1]}

@@ -106,8 +106,8 @@ class Reference:
         """Logarithms of the weights, (B, H, rows, columns); -inf where a query may not attend."""
         batch, heads, length = self.lse.shape
         if batch * heads * length**2 > _KEEP:
-            return _logits(self.x, rows, columns) - self.lse[:, :, rows, None]
-        whole = self.keep("log_weights", lambda: _logits(self.x) - self.lse[..., None])
+            return exact_logits(self.x, rows, columns) - self.lse[:, :, rows, None]
+        whole = self.keep("log_weights", lambda: exact_logits(self.x) - self.lse[..., None])
         return whole[:, :, rows, columns]
 
     def weights(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
@@ -155,9 +155,9 @@ def reference(x: QKV) -> Reference:
     step = max(_BLOCK // (batch * heads * length), 1)
     outs, lses = [], []
     for start, stop in spans(length, step):
-        logits = _logits(x, slice(start, stop))
+        logits = exact_logits(x, slice(start, stop))
         lses.append(logits.logsumexp(-1))
-        outs.append(_attend_with(logits.softmax(-1), x))
+        outs.append(weigh_values(logits.softmax(-1), x))
     return Reference(x, torch.cat(outs, 2), torch.cat(lses, 2))
 
 
@@ -261,7 +261,7 @@ def weights_errors(predict: Predict, ref: Reference) -> list[HeadError]:
         log_weights = ref.log_weights(rows)
         predicted = predict(log_weights, rows.start)
         sums.add(rows, predicted, log_weights.exp())
-        outs.append(_attend_with(predicted, ref.x))
+        outs.append(weigh_values(predicted, ref.x))
     return _collect(ref, torch.cat(outs, 2), sums)
 
 
@@ -346,8 +346,13 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, a / b)
 
 
-def _logits(x: QKV, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-    """Logits by the definition, (B, H, rows, columns); -inf where a query may not attend."""
+def exact_logits(
+    x: QKV, rows: slice | Tensor = slice(None), columns: slice = slice(None)
+) -> Tensor:
+    """Logits by the definition, (B, H, rows, columns); -inf where a query may not attend.
+
+    Rows are a slice of the positions, or int (n,).
+    """
     q = x.q[:, :, rows].unflatten(1, (-1, x.group)) * x.scale  # (B, Hk, group, rows, D)
     logits = (q @ x.k[:, :, None, columns].mT).flatten(1, 2)
     if x.is_causal:
@@ -356,6 +361,6 @@ def _logits(x: QKV, rows: slice = slice(None), columns: slice = slice(None)) -> 
     return logits
 
 
-def _attend_with(weights: Tensor, x: QKV) -> Tensor:
-    """Weights (B, H, n, N) times the values of their heads."""
+def weigh_values(weights: Tensor, x: QKV) -> Tensor:
+    """Weights (B, H, n, N) times the values of their heads, (B, H, n, E)."""
     return (weights.unflatten(1, (-1, x.group)) @ x.v[:, :, None]).flatten(1, 2)

@@ -55,7 +55,7 @@ from torch import Tensor
 
 from numattn.core.inputs import not_negative, positive
 from numattn.engines.tiles import spans
-from numattn.measure.errors import Attend
+from numattn.measure.errors import Attend, exact_logits, weigh_values
 from numattn.measure.inputs import QKV
 from numattn.measure.matvec import WIDTH, implied_rows
 
@@ -558,15 +558,8 @@ def _blocks(x: QKV, rows: Tensor) -> Iterator[Tensor]:
 
 def exact_rows(x: QKV, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Some rows of the exact weights, (B, H, n, N), and of the output, (B, H, n, E)."""
-    q = x.q[:, :, rows].unflatten(1, (-1, x.group)).flatten(2, 3)  # (B, Hk, group n, D)
-    logits = (q * x.scale @ x.k.mT).unflatten(2, (x.group, -1))
-    if x.is_causal:
-        later = torch.arange(x.length, device=rows.device) > rows[:, None]
-        logits.masked_fill_(later, -torch.inf)
-    weights = logits.softmax(-1).flatten(2, 3)
-    shape = (x.group, rows.numel())
-    out = (weights @ x.v).unflatten(2, shape).flatten(1, 2)
-    return weights.unflatten(2, shape).flatten(1, 2), out
+    weights = exact_logits(x, rows).softmax(-1)
+    return weights, weigh_values(weights, x)
 
 
 def _ranges(exact: QKV, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from numattn.core.inputs import positive
-from numattn.measure.diagnose import exact_rows, keys_holding, sampled_rows, singular_values
+from numattn.measure.diagnose import keys_holding, rows_of_head, sampled_rows, singular_values
 from numattn.measure.inputs import QKV
 from numattn.measure.plots import COLORS
 
@@ -53,7 +53,7 @@ def sparsity_figure(inputs: Sequence[QKV], *, max_tokens: int = 512) -> Figure:
     lowest = 1.0
     for ax, x in panels:
         for batch, head in _heads(x):
-            parts = exact_rows(x, batch, head, sampled_rows(x, max_tokens))
+            parts = rows_of_head(x, batch, head, sampled_rows(x, max_tokens))
             shares = torch.cat([_key_shares(x, rows, w, mass) for rows, _, w in parts])
             curve = shares.median(0).values
             lowest = min(lowest, curve.min().item())
@@ -82,7 +82,7 @@ def decay_figure(inputs: Sequence[QKV], *, max_tokens: int = 512) -> Figure:
     figure, panels = _panels(inputs, "index", "singular value / first")
     for ax, x in panels:
         for batch, head in _heads(x):
-            parts = exact_rows(x, batch, head, sampled_rows(x, max_tokens))
+            parts = rows_of_head(x, batch, head, sampled_rows(x, max_tokens))
             sigma = singular_values(torch.cat([weights for _, _, weights in parts]))
             decay = (sigma / sigma[0]).cpu().numpy()
             ax.plot(range(1, len(sigma) + 1), decay, **_line(x, batch, head))
@@ -199,5 +199,5 @@ def _tiles(x: QKV, batch: int, head: int) -> Tensor:
     """Mean weights of the tiles of a head, at most (TILES, TILES)."""
     rows = torch.arange(x.q.shape[2], device=x.q.device)
     side = min(TILES, x.length)
-    blocks = [F.adaptive_avg_pool1d(w, side) for _, _, w in exact_rows(x, batch, head, rows)]
+    blocks = [F.adaptive_avg_pool1d(w, side) for _, _, w in rows_of_head(x, batch, head, rows)]
     return F.adaptive_avg_pool1d(torch.cat(blocks).mT, side).mT

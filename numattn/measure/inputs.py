@@ -100,6 +100,13 @@ class QKV:
         q, k, v = (x[:, :, :length] for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
+    def single(self, batch: int, head: int) -> QKV:
+        """One query head of one sequence, with its key head, as an input of its own."""
+        own = slice(batch, batch + 1)
+        shared = slice(head // self.group, head // self.group + 1)
+        q, k, v = self.q[own, head : head + 1], self.k[own, shared], self.v[own, shared]
+        return replace(self, q=q, k=k, v=v, wo=None)
+
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> QKV:
         """The same input in another type or on another device; None keeps what it has."""
         q, k, v = (x.to(device=device, dtype=dtype) for x in (self.q, self.k, self.v))

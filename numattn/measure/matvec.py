@@ -9,7 +9,6 @@ single rows of :math:`\hat P` need no more than that, at any length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,7 +101,8 @@ def exact_operator(x: QKV, head: int) -> LinearOperator:
     Cost: 2 N^2 (D + w) operations for a product with w columns, about twice as many for one with
     the transpose, in memory that grows with N.
     """
-    one = _one_head(x.to(torch.float64), head)
+    _check_head(x, head)
+    one = x.single(*divmod(head, x.q.shape[1])).to(torch.float64)
     return _operator(attend(Exact(), one), one, 0)
 
 
@@ -152,14 +152,6 @@ def _check_head(x: QKV, head: int) -> None:
     heads = x.q.shape[0] * x.q.shape[1]
     if not 0 <= head < heads:
         raise ValueError(f"head must be between 0 and {heads - 1}, b * H + h; got {head}.")
-
-
-def _one_head(x: QKV, head: int) -> QKV:
-    _check_head(x, head)
-    b, h = divmod(head, x.q.shape[1])
-    shared = h // x.group
-    q, k, v = (t[b : b + 1, i : i + 1] for t, i in ((x.q, h), (x.k, shared), (x.v, shared)))
-    return replace(x, q=q, k=k, v=v, wo=None)
 
 
 def _operator(fn: Attend, x: QKV, head: int) -> LinearOperator:

@@ -134,12 +134,10 @@ def kronecker_oracle(terms: int, sizes: Sequence[int], ref: Reference) -> list[H
 
 def single_heads(ref: Reference) -> Iterator[Reference]:
     """The reference of every query head on its own: what is N x N exists for one at a time."""
-    x = ref.x
-    for b in range(x.q.shape[0]):
-        for h in range(x.q.shape[1]):
-            one, kv = slice(b, b + 1), slice(h // x.group, h // x.group + 1)
-            of_head = replace(x, q=x.q[one, h : h + 1], k=x.k[one, kv], v=x.v[one, kv], wo=None)
-            yield Reference(of_head, ref.out[one, h : h + 1], ref.lse[one, h : h + 1])
+    for b in range(ref.x.q.shape[0]):
+        for h in range(ref.x.q.shape[1]):
+            out, lse = (t[b : b + 1, h : h + 1] for t in (ref.out, ref.lse))
+            yield Reference(ref.x.single(b, h), out, lse)
 
 
 def _kronecker(terms: int, sizes: Sequence[int], ref: Reference) -> list[HeadError]:
