@@ -219,6 +219,8 @@ def family_page(family: str, records: list[type[Method]]) -> str:
             continue
         if is_class and issubclass(value, AttentionModule):
             continue
+        if not value.__module__.startswith(f"numattn.{family}."):  # of core, and on its page
+            continue
         how = "autoclass" if is_class else "autofunction"
         members = "\n   :members:" if is_class else ""
         parts.append(rst(f".. {how}:: {value.__module__}.{name}{members}"))

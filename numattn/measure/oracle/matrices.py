@@ -29,7 +29,7 @@ class Factors:
 
     Attributes:
         vectors: U, (B, H, N, r), orthonormal, by falling singular value.
-        squares: |u_i^T P|^2, (B, H, r).
+        squares: Squared norms of the rows of U^T P, (B, H, r).
         rest: Squared Frobenius norm of P - U U^T P, (B, H).
     """
 
