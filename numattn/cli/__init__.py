@@ -18,7 +18,7 @@ EXAMPLES = """\
 examples:
   numattn list                            every method, by family
   numattn show nystrom                    what one method does, its options, its limits
-  numattn measure                         all methods on heads of trained models (2-3 minutes)
+  numattn measure                         all methods on heads of trained models (4-5 minutes)
   numattn measure nystrom topk --budget 32 128
   numattn measure --input gaussian my.safetensors --length 512 --out results/mine
   numattn diagnose my.safetensors         what each head looks like, and what to try first

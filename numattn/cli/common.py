@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 WIDTH = 100
-LENGTH = 1024  # inputs are cut to this by default, so that everything takes a minute or two
+LENGTH = 1024  # inputs are cut to this by default, so that everything takes minutes
 RESULTS = "numattn-results"
 
 

@@ -198,7 +198,7 @@ def _group(part: Sequence[Row], lines: _Numbered, differing: set[str]) -> Json:
     told = [text for name, text in others.items() if name in differing]
     return {
         "method": row.method,
-        "label": " ".join([label(row), *told]),
+        "label": " ".join([label(part), *told]),
         "family": row.family,
         "options": ", ".join(others.values()),
         "budget": row.budget,

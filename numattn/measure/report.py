@@ -215,13 +215,14 @@ def by_method(rows: Sequence[Row]) -> list[list[Row]]:
     return [parts[key] for key in sorted(parts)]
 
 
-def label(row: Row) -> str:
-    """The method's name with the marks that the notes explain."""
+def label(rows: Sequence[Row]) -> str:
+    """The method's name with the marks that the notes explain, of whichever rows call for them."""
+    row = rows[0]
     marks = (
         ("o", row.is_oracle),
         ("t", row.approximates == "own"),
-        ("f", row.fitted and not row.calibrated_on),
-        ("c", bool(row.calibrated_on)),
+        ("f", any(r.fitted and not r.calibrated_on for r in rows)),
+        ("c", any(r.calibrated_on for r in rows)),
     )
     shown = "".join(mark for mark, holds in marks if holds)
     return f"{row.method} ({shown})" if shown else row.method
@@ -282,7 +283,7 @@ def _lines(rows: Sequence[Row]) -> tuple[list[tuple[str, ...]], list[int]]:
         shown = number(middle(part, lambda r: r.output)) or " ".join(sorted(bad))
         body.append(
             (
-                label(first),
+                label(part),
                 "" if first.budget is None else str(first.budget),
                 shown,
                 number(float(np.max(errors)) if errors else None),

@@ -571,7 +571,7 @@ def test_the_explorer_shows_the_pictures_of_the_rows(opened):
             if (row.method, row.budget, row.input, row.head, row.mode, row.seed)
             == (method, budget, "second", 1, "prefill", 0)
         )
-        label = report.label(row)
+        label = report.label([row])
         part = [line for line in lines if line[2] == label]
         assert {line[4] for line in part} == {str(row.output)}
         got = [10 ** float(line[-1]) if line[-1] else 0.0 for line in part]

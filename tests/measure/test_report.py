@@ -90,6 +90,16 @@ def test_it_fits_a_hundred_columns_and_says_what_needs_saying():
         assert f"{name:>7}  " in plain
 
 
+def test_marks_tell_fitted_from_calibrated():
+    fitted = replace(ROW, fitted=True)
+    calibrated = replace(fitted, calibrated_on="another", input="second")
+    assert report.label([ROW]) == "fake"
+    assert report.label([fitted]) == "fake (f)"
+    assert report.label([calibrated]) == "fake (c)"
+    assert report.label([fitted, calibrated]) == "fake (fc)"
+    assert [n.split()[0] for n in report.notes_for([calibrated])][-2:] == ["(c)", "'mean"]
+
+
 def test_decoding_has_tables_of_its_own():
     decoded = [
         replace(ROW, mode="decode", output=0.6, bytes_read=1, exact_bytes_read=8, input=name)
