@@ -1,3 +1,4 @@
+import errno
 import os
 import platform
 import subprocess
@@ -197,6 +198,20 @@ def test_a_method_that_fails_is_said_at_the_end(capsys, tmp_path, monkeypatch):
     assert f"failed: {BUDGETED} on gaussian" in err
     assert "RuntimeError: the roof is on fire" in out
     assert "exact (o)" in out
+
+
+def test_a_report_that_finds_no_room_says_that_the_rows_are_safe(capsys, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("numattn.measure.files.os.replace", full)
+    status, _, err = run(capsys, *tiny(tmp_path), "--no-cache")
+    assert status == 2
+    assert "No space left" in err
+    assert "report.md" in err
+    assert f"safe in {tmp_path / 'rows.jsonl'}" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert read_rows(tmp_path / "rows.jsonl")
 
 
 def test_interrupted(capsys, tmp_path, monkeypatch):

@@ -288,8 +288,14 @@ def _report(folder: Path, details: bool) -> None:
     from numattn.measure import report
     from numattn.measure.rows import read_rows
 
-    rows = read_rows(folder / "rows.jsonl")
-    written = [folder / "rows.jsonl", *report.write(rows, folder), *_pictures(rows, folder)]
+    path = folder / "rows.jsonl"
+    rows = read_rows(path)
+    try:
+        written = [path, *report.write(rows, folder), *_pictures(rows, folder)]
+    except OSError as error:
+        raise UserError(
+            f"the report cannot be written: {error}. What was measured is safe in {path}."
+        ) from error
     print(report.text(rows, details=details, color=sys.stdout.isatty()))
     print("\nWritten: " + ", ".join(str(path) for path in written))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
@@ -19,6 +18,7 @@ from string import Template
 from typing import Any, TypeAlias
 
 from numattn.core.info import FAMILIES
+from numattn.measure.files import write_whole
 from numattn.measure.pictures import DECADES, SIDE, STEPS
 from numattn.measure.plots import COLORS, ROUNDING
 from numattn.measure.report import COLUMNS, by_method, label, notes_for, provenance
@@ -98,16 +98,7 @@ def write(rows: Sequence[Row], path: Path | str) -> Path:
         raise ImportError(
             'The page needs plotly, which is not installed. pip install "numattn[report]"'
         ) from error
-    out = Path(path)
-    text = _page(rows, get_plotlyjs())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, out)
-    finally:
-        new.unlink(missing_ok=True)
-    return out
+    return write_whole(Path(path), _page(rows, get_plotlyjs()))
 
 
 def compact(rows: Sequence[Row]) -> Json:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numattn.core.info import FAMILIES
+from numattn.measure.files import write_whole
 from numattn.measure.report import blind_units, by_method, middle
 from numattn.measure.rows import Row
 
@@ -58,10 +60,10 @@ def plot(rows: Sequence[Row], out: Path | str) -> list[Path]:
     written = []
     for name, axis, cost in pictures:
         if any(cost(row) is not None for row in good):
-            _draw(good, cost, f"{axis}, relative to exact attention").savefig(
-                folder / name, dpi=150, bbox_inches="tight"
-            )
-            written.append(folder / name)
+            image = BytesIO()
+            figure = _draw(good, cost, f"{axis}, relative to exact attention")
+            figure.savefig(image, dpi=150, bbox_inches="tight")
+            written.append(write_whole(folder / name, image.getvalue()))
     return written
 
 

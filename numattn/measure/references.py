@@ -7,10 +7,8 @@ of 4096 tokens and E = 64. Nothing is ever removed; the folder may be deleted at
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from numattn.measure.errors import Reference, reference
+from numattn.measure.files import write_whole
 from numattn.measure.inputs import QKV
 
 _FORMAT = "numattn reference 1"  # changes whenever what a file holds does
@@ -102,18 +101,7 @@ def _write(path: Path, ref: Reference) -> None:
 
     out, lse = (t.cpu().contiguous() for t in (ref.out, ref.lse))
     data = save({"out": out, "lse": lse}, metadata={"sha256": _checksum(out, lse)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:12], suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_whole(path, data)
 
 
 def _checksum(*tensors: Tensor) -> str:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from numattn.core.info import FAMILIES
+from numattn.measure.files import write_whole
 from numattn.measure.rows import Row
 
 WIDTH = 100
@@ -112,12 +113,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def write(rows: Sequence[Row], out: Path | str) -> list[Path]:
     """Write ``report.md`` and ``report.csv`` into a folder; returns their paths."""
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    page, sheet = folder / "report.md", folder / "report.csv"
-    page.write_text(markdown(rows), encoding="utf-8")
-    sheet.write_text(csv_text(rows), encoding="utf-8", newline="")
-    return [page, sheet]
+    texts = {"report.md": markdown(rows), "report.csv": csv_text(rows)}
+    return [write_whole(Path(out) / name, text) for name, text in texts.items()]
 
 
 def csv_text(rows: Iterable[Row]) -> str:
